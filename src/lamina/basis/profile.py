@@ -1,0 +1,247 @@
+"""The profile: everything calibration learnt about one model, in one safetensors file."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lamina import __version__
+from lamina.basis.geometry import ModelGeometry
+from lamina.basis.moments import Moments
+from lamina.basis.transforms import LayerTransform, check_condition, make_transform
+from lamina.errors import ProfileError
+
+FORMAT = "lamina-profile"
+FORMAT_VERSION = 1
+
+
+@dataclass
+class LayerProfile:
+    """What calibration learnt about one layer; H counts KV heads. All tensors are float32 on the CPU.
+
+    Attributes
+    ----------
+    transform : LayerTransform
+        The bases.
+    kappa : Tensor
+        ``[H, 3, 3]``: mean squared error of K codes in units of their squared step, by tier (2, 4, 8) and by bits
+        read (2, 4, 8).
+    q_energy, v_energy : Tensor
+        ``[H]``: E|q'|^2 and E|v'|^2 in the packed basis.
+    moments : Moments or None
+        The statistics, kept so that another transform can be derived.
+    """
+
+    transform: LayerTransform
+    kappa: Tensor
+    q_energy: Tensor
+    v_energy: Tensor
+    moments: Moments | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor, as stored."""
+        named = {f.name: getattr(self.transform, f.name) for f in dataclasses.fields(self.transform)}
+        named |= {"kappa": self.kappa, "q_energy": self.q_energy, "v_energy": self.v_energy}
+        if self.moments is not None:
+            named |= {f"moments.{n}": getattr(self.moments, n) for n in self.moments.names()}
+        return {name: t.to(torch.float32).contiguous() for name, t in named.items()}
+
+    @classmethod
+    def from_tensors(cls, named: dict[str, Tensor]) -> "LayerProfile":
+        """Inverse of :meth:`tensors`; KeyError names a missing tensor."""
+        transform = LayerTransform(**{f.name: named[f.name] for f in dataclasses.fields(LayerTransform)})
+        moments = None
+        if any(n.startswith("moments.") for n in named):
+            moments = Moments(**{f.name: named[f"moments.{f.name}"].double() for f in dataclasses.fields(Moments)})
+        return cls(transform, named["kappa"], named["q_energy"], named["v_energy"], moments)
+
+
+@dataclass
+class Profile:
+    """A calibrated profile of one model.
+
+    Attributes
+    ----------
+    layers : list of LayerProfile
+        One a layer.
+    model_id, config_hash : str
+        The model it was made from.
+    n_kv_heads, head_dim : int
+        Geometry.
+    transform : str
+        Name of the transform.
+    tiers : list of (int, int)
+        Initial bits of K and V, one pair a layer.
+    absorbed : bool
+        Whether V's basis was folded into the model's weights, see :func:`lamina.basis.absorb.absorb_value_basis`.
+    info : dict
+        Tokens, data digest, positions, package version.
+    """
+
+    layers: list[LayerProfile]
+    model_id: str
+    config_hash: str
+    n_kv_heads: int
+    head_dim: int
+    transform: str
+    tiers: list[tuple[int, int]]
+    absorbed: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile; a file that is already there is replaced in one step."""
+        path = Path(path)
+        meta = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "package_version": __version__,
+            "model_id": self.model_id,
+            "config_hash": self.config_hash,
+            "n_layers": len(self.layers),
+            "n_kv_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "transform": self.transform,
+            "tiers": self.tiers,
+            "absorbed": self.absorbed,
+            "info": self.info,
+        }
+        tensors = {f"layers.{i}.{n}": t for i, layer in enumerate(self.layers) for n, t in layer.tensors().items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        save_file(tensors, partial, metadata={"lamina": json.dumps(meta)})
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        """Read and check a profile.
+
+        Raises
+        ------
+        ProfileError
+            If the file is missing, unreadable or no profile; if a layer or tensor is missing, has a wrong shape, or
+            holds NaN or Inf; if a key basis is singular.
+        """
+        meta, tensors = _read(Path(path))
+        n_layers, n_heads, dim = meta["n_layers"], meta["n_kv_heads"], meta["head_dim"]
+        layers = []
+        for i in range(n_layers):
+            prefix = f"layers.{i}."
+            named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            if not named:
+                raise ProfileError(f"{path}: layer {i} of {n_layers} is missing; calibrate again")
+            _check_layer(f"{path}: layer {i}", named, n_heads, dim)
+            layers.append(LayerProfile.from_tensors(named))
+        return cls(
+            layers,
+            meta["model_id"],
+            meta["config_hash"],
+            n_heads,
+            dim,
+            meta["transform"],
+            [tuple(t) for t in meta["tiers"]],
+            meta["absorbed"],
+            meta["info"],
+        )
+
+    def check_model(self, geometry: ModelGeometry) -> None:
+        """Raise ProfileError unless the profile belongs to a model of this geometry."""
+        for what, mine, theirs in (
+            ("layers", len(self.layers), geometry.n_layers),
+            ("KV heads", self.n_kv_heads, geometry.n_kv_heads),
+            ("head dimension", self.head_dim, geometry.head_dim),
+            ("configuration hash", self.config_hash, geometry.config_hash),
+        ):
+            if mine != theirs:
+                raise ProfileError(
+                    f"the profile of {self.model_id!r} does not fit this model: {what} {mine} against {theirs}; "
+                    "calibrate a profile for this model"
+                )
+
+    def with_transform(self, name: str, **options: Any) -> "Profile":
+        """Derive the profile of another transform; needs moments except for ``identity`` and ``hadamard``.
+
+        ``options`` are those of :func:`lamina.basis.transforms.make_transform`. The derived profile has kappa 0.
+        """
+        if self.absorbed:
+            raise ProfileError("the profile's value basis was folded into the model; derive from the original profile")
+        layers = []
+        for layer in self.layers:
+            transform = make_transform(
+                name, layer.moments, n_heads=self.n_kv_heads, head_dim=self.head_dim, **options
+            )
+            layers.append(derive_layer(transform, layer))
+        return dataclasses.replace(self, layers=layers, transform=str(name))
+
+
+def derive_layer(transform: LayerTransform, layer: LayerProfile) -> LayerProfile:
+    """Layer with another transform, energies recomputed from the moments where it has them, kappa 0."""
+    q_energy, v_energy = layer.q_energy, layer.v_energy
+    if layer.moments is not None:
+        q_energy, v_energy = energies(transform, layer.moments)
+    single = LayerTransform(*(getattr(transform, f.name).float() for f in dataclasses.fields(transform)))
+    return LayerProfile(single, torch.zeros_like(layer.kappa), q_energy, v_energy, layer.moments)
+
+
+def energies(transform: LayerTransform, moments: Moments) -> tuple[Tensor, Tensor]:
+    """E|q'|^2 and E|v'|^2, float32 ``[H]``."""
+    t = transform.q_forward.double()
+    q_energy = torch.einsum("hij,hjk,hik->h", t.mT, moments.c_q, t.mT)
+    offset = moments.mean_v - transform.mean_v.double()
+    v_energy = moments.c_v.diagonal(dim1=-2, dim2=-1).sum(-1) + offset.square().sum(-1)
+    return q_energy.float(), v_energy.float()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise ProfileError(f"there is no profile at {path}; make one with `lamina calibrate MODEL -o {path}`")
+    try:
+        with safe_open(path, framework="pt") as f:
+            meta = json.loads((f.metadata() or {}).get("lamina", "null"))
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, json.JSONDecodeError) as e:
+        raise ProfileError(f"{path} cannot be read as a profile ({e}); calibrate again") from e
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ProfileError(f"{path} is a safetensors file but no Lamina profile")
+    if meta.get("format_version") != FORMAT_VERSION:
+        raise ProfileError(
+            f"{path} has profile format {meta.get('format_version')}, this Lamina reads {FORMAT_VERSION}; calibrate again"
+        )
+    return meta, tensors
+
+
+def _check_layer(where: str, named: dict[str, Tensor], n_heads: int, dim: int) -> None:
+    matrix = (n_heads, dim, dim)
+    shapes = {
+        "k_forward": matrix,
+        "q_forward": matrix,
+        "v_forward": matrix,
+        "mean_v": (n_heads, dim),
+        "kappa": (n_heads, 3, 3),
+        "q_energy": (n_heads,),
+        "v_energy": (n_heads,),
+    }
+    for name, shape in shapes.items():
+        if name not in named:
+            raise ProfileError(f"{where} lacks {name}; calibrate again")
+        if tuple(named[name].shape) != shape:
+            raise ProfileError(
+                f"{where}: {name} has shape {tuple(named[name].shape)}, expected {shape} "
+                f"({n_heads} KV heads, head dimension {dim}); calibrate again"
+            )
+    for name, t in named.items():
+        if not bool(torch.isfinite(t).all()):
+            raise ProfileError(f"{where}: {name} holds NaN or Inf; calibrate again")
+    try:
+        check_condition(named["k_forward"])
+    except ProfileError as e:
+        raise ProfileError(f"{where}: {e}") from None
+    product = named["k_forward"].double() @ named["q_forward"].double().mT
+    error = float((product - torch.eye(dim, dtype=torch.float64)).abs().max())
+    if error > 1e-2:
+        raise ProfileError(f"{where}: k_forward and q_forward are not inverse to each other (off by {error:.2g})")
