@@ -160,14 +160,16 @@ def _convert(gguf_file: Path, target: Path) -> None:
 
     reader = GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = _config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    config = _config(fields, tied)
+    weights = _weights(reader, fields["llama.block_count"], fields["llama.rope.dimension_count"], tied)
     config.save_pretrained(target)
     GenerationConfig.from_model_config(config).save_pretrained(target)
-    save_file(_weights(reader, config), target / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     _tokenizer(fields).save_pretrained(target)
 
 
-def _config(fields: dict[str, Any], *, tied: bool) -> "LlamaConfig":
+def _config(fields: dict[str, Any], tied: bool) -> "LlamaConfig":
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -190,7 +192,7 @@ def _config(fields: dict[str, Any], *, tied: bool) -> "LlamaConfig":
     )
 
 
-def _weights(reader: Any, config: "LlamaConfig") -> dict[str, "torch.Tensor"]:
+def _weights(reader: Any, layers: int, head_dim: int, tied: bool) -> dict[str, "torch.Tensor"]:
     """Every tensor dequantised, rounded to bfloat16, under its transformers name.
 
     llama.cpp keeps the rows of ``q_proj`` and ``k_proj`` with the two halves of each rotary pair next to each other;
@@ -199,19 +201,18 @@ def _weights(reader: Any, config: "LlamaConfig") -> dict[str, "torch.Tensor"]:
     import torch
     from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
 
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    layer = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-    layer += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
-    wanted = ["model.embed_tokens", "model.norm"] + ([] if config.tie_word_embeddings else ["lm_head"])
-    wanted += [f"model.layers.{index}.{part}" for index in range(config.num_hidden_layers) for part in layer]
+    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj"]
+    parts += ["mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+    wanted = ["model.embed_tokens", "model.norm"] + ([] if tied else ["lm_head"])
+    wanted += [f"model.layers.{layer}.{part}" for layer in range(layers) for part in parts]
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     weights = {}
     for name in wanted:
         tensor = tensors[f"{names.get_name(name)}.weight"]
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         if name.endswith(("q_proj", "k_proj")):
-            pairs = weight.view(-1, config.head_dim // 2, 2, config.hidden_size)
-            weight = pairs.transpose(1, 2).reshape(-1, config.hidden_size)
+            weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         weights[f"{name}.weight"] = weight.to(torch.bfloat16).contiguous()
     return weights
 

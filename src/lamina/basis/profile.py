@@ -172,9 +172,7 @@ class Profile:
             raise ProfileError("the profile's value basis was folded into the model; derive from the original profile")
         layers = []
         for layer in self.layers:
-            transform = make_transform(
-                name, layer.moments, n_heads=self.n_kv_heads, head_dim=self.head_dim, **options
-            )
+            transform = make_transform(name, layer.moments, n_heads=self.n_kv_heads, head_dim=self.head_dim, **options)
             layers.append(derive_layer(transform, layer))
         return dataclasses.replace(self, layers=layers, transform=str(name))
 

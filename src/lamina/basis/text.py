@@ -258,9 +258,7 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         try:
             yield f"{path} line {number}", json.loads(line)
         except ValueError as error:
-            raise DataError(
-                f"{path} line {number} is not JSON ({error}). Each line must be one JSON object."
-            ) from error
+            raise DataError(f"{path} line {number} is not JSON ({error}). Write one JSON object a line.") from error
 
 
 def _json_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -278,7 +276,7 @@ def _dataset_records(source: str) -> Iterator[tuple[str, Any]]:
         from datasets import load_dataset
     except ImportError as error:
         raise DataError(
-            f"there is no file {source}; to read it as a Hugging Face data set: pip install lamina-kv[data]"
+            f"there is no file {source}; to read it as a Hugging Face data set: pip install 'lamina-kv[data]'"
         ) from error
     name_and_config, _, split = source.partition("@")
     name, _, config = name_and_config.partition(":")

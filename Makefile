@@ -1,0 +1,29 @@
+# make demo and make test set up .venv themselves; lint, types and clean do the rest.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint types clean
+
+demo: $(INSTALLED)
+	$(BIN)/lamina demo
+
+test: $(INSTALLED)
+	$(BIN)/pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+# Caches and build outputs. To set up anew as well, delete .venv.
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,dev]'
+	touch $@

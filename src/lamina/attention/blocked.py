@@ -1,0 +1,130 @@
+"""Attention for many queries at once, in torch on any device: pages are decoded a block at a time.
+
+The prefix never exists in full precision: one block of pages is decoded, used and dropped, and the partial results are
+merged by their log-sum-exp. The rows of the chunk itself are attended exactly (Lamina SPEC 5, prefill).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lamina.attention.reading import K, V, noise_factors, read_pages
+from lamina.attention.types import AttentionOutput, ReadBasis
+from lamina.codec import PAGE_TOKENS
+from lamina.pages.store import StoreView
+from lamina.pages.table import EXACT, ROWS, START, TIER
+
+BLOCK_PAGES = 16
+NEVER = float("-inf")
+
+
+class _Partial:
+    """Running softmax: maximum, mass and weighted values of the rows seen so far."""
+
+    def __init__(self, shape: tuple[int, ...], dim: int, device: torch.device) -> None:
+        self.peak = torch.full(shape, NEVER, device=device)
+        self.mass = torch.zeros(shape, device=device)
+        self.acc = torch.zeros(*shape, dim, device=device)
+
+    def add(self, logits: Tensor, v: Tensor) -> None:
+        """Add rows: logits ``[H, g, T, n]``, values ``[H, n, D]``."""
+        peak = torch.maximum(self.peak, logits.amax(-1))
+        safe = torch.where(peak == NEVER, 0.0, peak)
+        keep = (self.peak - safe).exp()
+        p = (logits - safe[..., None]).exp()
+        self.mass = self.mass * keep + p.sum(-1)
+        self.acc = self.acc * keep[..., None] + (p.flatten(1, 2) @ v).view_as(self.acc)
+        self.peak = peak
+
+    def lse(self) -> Tensor:
+        """Log-sum-exp ``[H, g, T]``."""
+        return self.peak + self.mass.log()
+
+
+def attend_blocked(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor]) -> AttentionOutput:
+    """Attend from the last T tokens of each sequence, in float32.
+
+    Parameters
+    ----------
+    q_bhtd : Tensor
+        ``[B, Hq, T, D]``, after RoPE.
+    view : StoreView
+        Pages, the T tokens included.
+    basis : ReadBasis
+        How packed rows are read.
+    chunk : (Tensor, Tensor)
+        Rows ``[B, H, T, D]`` of these T tokens.
+    """
+    batch, n_q, tokens, dim = q_bhtd.shape
+    out = torch.empty(batch, tokens, n_q, dim, dtype=q_bhtd.dtype, device=q_bhtd.device)
+    lse_packed = torch.empty(batch, n_q, tokens, device=q_bhtd.device)
+    lse = torch.empty_like(lse_packed)
+    for b in range(batch):
+        o, lp, la = _attend_sequence(q_bhtd[b], view, b, basis, chunk[0][b], chunk[1][b])
+        out[b], lse_packed[b], lse[b] = o.permute(2, 0, 1, 3).flatten(1, 2), lp.flatten(0, 1), la.flatten(0, 1)
+    return AttentionOutput(out, lse_packed, lse)
+
+
+def _attend_sequence(
+    q_htd: Tensor, view: StoreView, b: int, basis: ReadBasis, k_chunk: Tensor, v_chunk: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    n_kv, dim = basis.mean_v.shape
+    device = q_htd.device
+    tokens = q_htd.shape[1]
+    before = int(view.lengths[b]) - tokens
+    positions = torch.arange(before, before + tokens, device=device)
+    q = q_htd.float().unflatten(0, (n_kv, -1)) * basis.scaling
+    q_packed = (q.flatten(1, 2) @ basis.q_forward).view_as(q)
+    energy = q_packed.square().sum(-1, keepdim=True) / 2
+    exact, packed = (_Partial(q.shape[:3], dim, device) for _ in range(2))
+
+    ids = view.page_ids[b]
+    ids = ids[ids >= 0].long()
+    table = view.table[ids].to(device)
+    stored = (before - table[:, START]).clamp(0, PAGE_TOKENS).minimum(table[:, ROWS])
+    # [T, pages]: which queries read a page exactly.
+    recent = positions // PAGE_TOKENS * PAGE_TOKENS - view.window.recent
+    in_window = (table[:, START] < view.window.sink) | (table[:, START] >= recent[:, None])
+    exactly = (table[:, TIER] == 0) | (in_window & (table[:, EXACT] >= 0))
+    row = torch.arange(PAGE_TOKENS, device=device)
+    for sel in _blocks(exactly.any(0) & (stored > 0)):
+        rows = view.exact[table[sel, EXACT].long()].permute(1, 2, 0, 3, 4).flatten(2, 3).float()
+        seen = (exactly[:, sel, None] & (row < stored[sel, None])).flatten(1)
+        exact.add(_masked(q, rows[0], seen), rows[1])
+    for sel in _blocks(~exactly.all(0) & (stored > 0)):
+        k, step = read_pages(view, ids[sel.cpu()].to(device), K)
+        v, _ = read_pages(view, ids[sel.cpu()].to(device), V)
+        noise = noise_factors(view, ids[sel.cpu()], basis)[..., None].to(device) * step**2
+        seen = (~exactly[:, sel, None] & (row < stored[sel, None])).flatten(1)
+        logits = _masked(q_packed, k.transpose(0, 1).flatten(1, 2), seen)
+        logits -= energy * noise.transpose(0, 1).flatten(1, 2)[:, None, None]
+        packed.add(logits, v.transpose(0, 1).flatten(1, 2))
+    step = max(PAGE_TOKENS, BLOCK_PAGES * PAGE_TOKENS)
+    for start in range(0, tokens, step):
+        k, v = k_chunk[:, start : start + step].float(), v_chunk[:, start : start + step].float()
+        keys = torch.arange(start, start + k.shape[1], device=device)
+        exact.add(_masked(q, k, keys <= torch.arange(tokens, device=device)[:, None]), v)
+    return _merge(exact, packed, basis)
+
+
+def _blocks(mask: Tensor) -> Iterator[Tensor]:
+    """Indices of set entries, a block of pages at a time."""
+    return iter(mask.nonzero()[:, 0].split(BLOCK_PAGES)) if bool(mask.any()) else iter(())
+
+
+def _masked(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """Logits ``[H, g, T, n]`` of q ``[H, g, T, D]`` over k ``[H, n, D]``, -inf where ``seen`` ``[T, n]`` is false."""
+    logits = (q.flatten(1, 2) @ k.mT).view(*q.shape[:3], -1)
+    return logits.masked_fill_(~seen, NEVER)
+
+
+def _merge(exact: _Partial, packed: _Partial, basis: ReadBasis) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge exact and packed parts: output ``[H, g, T, D]`` in the engine's basis, and the two log-sum-exps."""
+    lse_packed = packed.lse()
+    lse = torch.logaddexp(exact.lse(), lse_packed)
+    weight_exact = (exact.peak - lse).exp()[..., None]
+    weight_packed = torch.where(packed.peak == NEVER, 0.0, (packed.peak - lse).exp())[..., None]
+    turned = (packed.acc.flatten(1, 2) @ basis.v_forward.mT).view_as(packed.acc)
+    centred = packed.mass[..., None] * basis.mean_v[:, None, None]
+    return exact.acc * weight_exact + (turned + centred) * weight_packed, lse_packed, lse

@@ -1,0 +1,22 @@
+"""The page table: what is known of every page of one layer."""
+
+START, ROWS, TIER, FINE, FINEST, EXACT = 0, 1, 2, 4, 6, 10
+COLUMNS = 11
+"""int32 columns of a page's row in the table. TIER and FINE have one column a side (K, V), FINEST two.
+
+========  ============================================================================
+START     position of the page's first token
+ROWS      rows that are valid, up to 64
+TIER      bits that the page was encoded at, 0 while it is open
+FINE      slot of the fine slab, or -1
+FINEST    slots of the two finest slabs, or -1
+EXACT     slot of the exact rows, or -1
+========  ============================================================================
+"""
+
+
+def new_row(start: int) -> list[int]:
+    """Row of a fresh open page whose first token is at position ``start``."""
+    row = [-1] * COLUMNS
+    row[START], row[ROWS], row[TIER], row[TIER + 1] = start, 0, 0, 0
+    return row
