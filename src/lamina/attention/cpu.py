@@ -59,7 +59,7 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
         basis.kappa.numpy(),
         np.array(
             [layout.slab_bytes, layout.scale_offset, layout.mid_offset, layout.center_offset, layout.gain_offset,
-             layout.center_scale_offset, view.window.sink, view.window.recent, kind]
+             layout.center_scale_offset, view.window.sink, view.window.recent, kind, layout.centered]
         ),
         acc,
         stats,
@@ -200,7 +200,7 @@ def _attend(q, q_packed, records, records16, slabs, exact, table, page_ids, leng
 def _attend_item(q, q_packed, records, records16, slabs, exact, table, pages, position, kappa, meta, h, acc, stats):
     group, dim = q.shape
     quarter = dim // 4
-    slab_bytes, scale_at, mid_at, center_at, gain_at, center_scale_at, sink, recent, kind = meta
+    slab_bytes, scale_at, mid_at, center_at, gain_at, center_scale_at, sink, recent, kind, centered = meta
     n_kv = slab_bytes // (64 * quarter)
     first_recent = position // 64 * 64 - recent
     row = np.empty(dim, np.float32)
@@ -243,13 +243,14 @@ def _attend_item(q, q_packed, records, records16, slabs, exact, table, pages, po
         read = 2 if fine < 0 else (4 if f0 < 0 else 8)
         half = np.float32((1 << read) - 1) / 2
         noise = kappa[_index(bits), _index(read)]
-        c_scale = _scale16(records16[page, center_scale_at // 2 + h])
-        for g in range(group):
-            from_center[g] = 0
+        from_center[:] = 0
+        if centered:
+            c_scale = _scale16(records16[page, center_scale_at // 2 + h])
             for i in range(dim):
-                x = records[page, center_at + h * dim + i]
-                from_center[g] += q_packed[g, i] * np.float32(x if x < 128 else np.int32(x) - 256)
-            from_center[g] *= c_scale
+                x = np.int32(records[page, center_at + h * dim + i])
+                row[i] = x if x < 128 else x - 256
+            for g in range(group):
+                from_center[g] = c_scale * _dot(q_packed[g], row, dim)
         for t in range(n):
             step = _step(records16, page, gain_at // 2 + 2 * h, scale_at // 2 + h * 64 + t, bits, read)
             mid = _bf16(records16[page, mid_at // 2 + h * 64 + t]) - step * half

@@ -23,12 +23,14 @@ def read_pages(view: StoreView, ids: Tensor, side: int, dtype: torch.dtype = tor
         int64 ``[N]`` page ids, any mix of tiers.
     side : int
         0 for K, 1 for V.
+    dtype : torch.dtype
+        Of the rows.
 
     Returns
     -------
     rows : Tensor
         ``[N, H, 64, D]`` of ``dtype``, K with its page center.
-    variance_step : Tensor
+    steps : Tensor
         float32 ``[N, H, 64]``: distance between neighbouring codes as read.
     """
     records = view.layout.views(view.records)
@@ -46,7 +48,7 @@ def read_pages(view: StoreView, ids: Tensor, side: int, dtype: torch.dtype = tor
         scale, mid, gain = records.scale[at, side], records.mid[at, side], records.gain[at, side]
         rows[sel] = decode_pages(slabs, scale, mid, gain, b, dtype)
         steps[sel] = effective_step(scale, gain, b, r)
-    if side == K:
+    if side == K and records.center is not None and records.center_scale is not None:
         rows += decode_center(records.center[ids], records.center_scale[ids]).to(dtype)[:, :, None]
     return rows, steps
 

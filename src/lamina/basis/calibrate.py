@@ -180,7 +180,7 @@ def capturing(model: PreTrainedModel, stats: list[MomentAccumulator]) -> Iterato
     Yields a context manager factory: statistics are taken only inside it.
     """
     before = model.config._attn_implementation
-    modules = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
+    modules: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
 
     @contextmanager
     def collect() -> Iterator[None]:

@@ -78,7 +78,7 @@ def measure_kappa(rows: Tensor, codec: CodecConfig) -> Tensor:
     for i, bits in enumerate(TIERS):
         e = encode_pages(rows, bits, codec.rule, center=codec.center, clip_ratio=codec.clip_k)
         target = rows
-        if codec.center:
+        if e.center is not None and e.center_scale is not None:
             target = rows - decode_center(e.center, e.center_scale)[:, :, None]
         for j, read in enumerate(TIERS[: i + 1]):
             step = effective_step(e.scale, e.gain, bits, read)

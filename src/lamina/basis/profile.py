@@ -208,7 +208,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ProfileError(f"{path} is a safetensors file but no Lamina profile")
     if meta.get("format_version") != FORMAT_VERSION:
         raise ProfileError(
-            f"{path} has profile format {meta.get('format_version')}, this Lamina reads {FORMAT_VERSION}; calibrate again"
+            f"{path} has profile format {meta.get('format_version')}, this Lamina reads {FORMAT_VERSION}; "
+            "calibrate again"
         )
     return meta, tensors
 

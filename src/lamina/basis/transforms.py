@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from lamina.basis.hadamard import bit_reversal, flat_orthogonal
 from lamina.basis.moments import Moments
 from lamina.errors import ConfigError, ProfileError
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 RIDGE = 1e-4
 MAX_CONDITION = 1e6
@@ -87,13 +90,11 @@ def make_transform(
     target = _parse(Target, target, "target")
     if moments is not None:
         n_heads, head_dim = moments.mean_v.shape
-    elif name in (TransformName.OSCAR, TransformName.BALANCED):
-        raise ConfigError(f"transform {name!r} needs calibration moments; run `lamina calibrate` first")
     h = flat_orthogonal(head_dim)
-    if name is TransformName.OSCAR:
-        return _oscar(moments, h, per_head, target)
-    if name is TransformName.BALANCED:
-        return _balanced(moments, h)
+    if name in (TransformName.OSCAR, TransformName.BALANCED):
+        if moments is None:
+            raise ConfigError(f"transform {name!r} needs calibration moments; run `lamina calibrate` first")
+        return _oscar(moments, h, per_head, target) if name is TransformName.OSCAR else _balanced(moments, h)
     basis = torch.eye(head_dim, dtype=torch.float64) if name is TransformName.IDENTITY else h
     basis = basis.expand(n_heads, -1, -1).clone()
     return LayerTransform(basis, basis.clone(), basis.clone(), torch.zeros(n_heads, head_dim, dtype=torch.float64))
@@ -166,7 +167,7 @@ def check_condition(a: Tensor) -> None:
         )
 
 
-def _parse(kind: type[StrEnum], value: str, what: str) -> StrEnum:
+def _parse(kind: type[Choice], value: str, what: str) -> Choice:
     try:
         return kind(value)
     except ValueError:

@@ -151,6 +151,8 @@ def decode_pages(
         As stored, see :class:`EncodedPages`.
     bits : int
         The tier that the pages were encoded at.
+    dtype : torch.dtype
+        Of the result.
 
     Returns
     -------

@@ -17,20 +17,21 @@ class RecordLayout:
     A record holds the base planes and all numbers of a page; a record array is a uint8 ``[N, record_bytes]`` tensor,
     its own or an engine's. Fields, in order (index 0 is K, 1 is V):
 
-    ============  ============  =====================
+    ============  ============  ===========================
     field         dtype         shape
-    ============  ============  =====================
+    ============  ============  ===========================
     base          uint8         ``[2, H, 64, D/4]``
     scale         scale16       ``[2, H, 64]``
     mid           bfloat16      ``[2, H, 64]``
-    center        int8          ``[H, D]`` (K)
+    center        int8          ``[H, D]`` (K), if ``centered``
     gain          scale16       ``[2, H, 2]``
-    center_scale  scale16       ``[H]``
-    ============  ============  =====================
+    center_scale  scale16       ``[H]``, if ``centered``
+    ============  ============  ===========================
     """
 
     n_heads: int
     head_dim: int
+    centered: bool = True
 
     @property
     def slab_bytes(self) -> int:
@@ -55,7 +56,7 @@ class RecordLayout:
     @property
     def gain_offset(self) -> int:
         """Offset of ``gain``."""
-        return self.center_offset + self.n_heads * self.head_dim
+        return self.center_offset + self.n_heads * self.head_dim * self.centered
 
     @property
     def center_scale_offset(self) -> int:
@@ -65,7 +66,7 @@ class RecordLayout:
     @property
     def record_bytes(self) -> int:
         """Bytes of a record, a multiple of 16."""
-        return -(-(self.center_scale_offset + 2 * self.n_heads) // ALIGN) * ALIGN
+        return -(-(self.center_scale_offset + 2 * self.n_heads * self.centered) // ALIGN) * ALIGN
 
     def views(self, records: Tensor) -> "Records":
         """Typed views of a contiguous uint8 ``[N, record_bytes]`` tensor."""
@@ -83,9 +84,9 @@ class RecordLayout:
             base=field(0, torch.uint8, 2, h, PAGE_TOKENS, d // 4),
             scale=field(self.scale_offset, torch.int16, 2, h, PAGE_TOKENS),
             mid=field(self.mid_offset, torch.bfloat16, 2, h, PAGE_TOKENS),
-            center=field(self.center_offset, torch.int8, h, d),
+            center=field(self.center_offset, torch.int8, h, d) if self.centered else None,
             gain=field(self.gain_offset, torch.int16, 2, h, 2),
-            center_scale=field(self.center_scale_offset, torch.int16, h),
+            center_scale=field(self.center_scale_offset, torch.int16, h) if self.centered else None,
         )
 
 
@@ -96,6 +97,6 @@ class Records:
     base: Tensor
     scale: Tensor
     mid: Tensor
-    center: Tensor
+    center: Tensor | None
     gain: Tensor
-    center_scale: Tensor
+    center_scale: Tensor | None

@@ -87,6 +87,8 @@ class LayerStore:
         Returns the bits of K and V for a page that closes now.
     budget : Budget
         Shared by all layers of a cache.
+    centered : bool
+        Whether K pages have a center.
     name : str
         Named in errors.
     """
@@ -102,9 +104,10 @@ class LayerStore:
         encoder: Encoder,
         tiers: Callable[[], tuple[int, int]],
         budget: Budget,
+        centered: bool = True,
         name: str = "layer",
     ) -> None:
-        self.layout = RecordLayout(n_heads, head_dim)
+        self.layout = RecordLayout(n_heads, head_dim, centered)
         self.window, self.encoder, self.tiers, self.budget, self.name = window, encoder, tiers, budget, name
         self.pages = Pool(
             budget,
@@ -251,15 +254,20 @@ class LayerStore:
 
     def shed_candidates(self) -> list[tuple[float, int, int, int]]:
         """Planes that may be dropped now: (predicted loss, start, page, side), one a page and side at most."""
-        table, found = self.table, []
-        live = [p for s in self.sequences for p in s.pages]
-        for page in live:
-            row = table[page].tolist()
+        found = []
+        for page in (p for s in self.sequences for p in s.pages):
             for side in (0, 1):
-                if row[FINE + side] >= 0:
-                    read = 1 if row[FINEST + 2 * side] >= 0 else 0
-                    found.append((float(self.loss[page, side, read]), row[START], page, side))
+                candidate = self.shed_candidate(page, side)
+                if candidate is not None:
+                    found.append((*candidate, page, side))
         return found
+
+    def shed_candidate(self, page: int, side: int) -> tuple[float, int] | None:
+        """Predicted loss and start of a page whose side still has a plane to drop, else None."""
+        row = self.table[page].tolist()
+        if row[FINE + side] < 0:
+            return None
+        return float(self.loss[page, side, 1 if row[FINEST + 2 * side] >= 0 else 0]), row[START]
 
     def shed(self, page: int, side: int) -> int:
         """Drop the least significant plane that a page still has on a side; returns the bytes that become free."""
@@ -378,9 +386,7 @@ class LayerStore:
                 self.slabs.data[0][slots] = slab
                 self.table[ids, column] = slots.int()
             self.table[ids, TIER + side] = e.bits
-        if k.center is None:
-            views.center[ids], views.center_scale[ids] = 0, 0
-        else:
+        if views.center is not None and views.center_scale is not None:
             views.center[ids], views.center_scale[ids] = k.center, k.center_scale
         self.loss[ids] = self.encoder.shed_loss(k, v).cpu()
 

@@ -1,0 +1,41 @@
+"""Which attention path runs where."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from lamina.attention.blocked import attend_blocked
+from lamina.attention.cpu import MAX_QUERIES, attend_cpu
+from lamina.attention.types import AttentionOutput, ReadBasis
+from lamina.pages.store import StoreView
+
+logger = logging.getLogger("lamina")
+_announced: set[str] = set()
+
+
+def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor]) -> AttentionOutput:
+    """Attend from the last T tokens of each sequence over pages and the tokens' own rows.
+
+    Parameters
+    ----------
+    q_bhtd : Tensor
+        ``[B, Hq, T, D]``, after RoPE.
+    view : StoreView
+        Pages, the T tokens included.
+    basis : ReadBasis
+        How packed rows are read.
+    chunk : (Tensor, Tensor)
+        Rows ``[B, H, T, D]`` of these T tokens.
+    """
+    if q_bhtd.device.type == "cpu" and q_bhtd.shape[2] <= MAX_QUERIES:
+        return attend_cpu(q_bhtd, view, basis)
+    if q_bhtd.device.type != "cpu":
+        _announce_once(q_bhtd.device)
+    return attend_blocked(q_bhtd, view, basis, chunk)
+
+
+def _announce_once(device: torch.device) -> None:
+    if device.type not in _announced:
+        _announced.add(device.type)
+        logger.warning("attention on %s runs in plain torch: only the CPU has compiled kernels in this version", device)

@@ -1,0 +1,168 @@
+"""Fidelity: how far each arm's next-token distributions are from the exact run's."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lamina.basis.geometry import model_geometry
+from lamina.basis.profile import Profile
+from lamina.codec import PAGE_TOKENS
+from lamina.engines.hf import ATTENTION, cache_kwarg
+from lamina.errors import ConfigError, DataError
+from lamina.eval.arms import Arm
+from lamina.pages import WindowConfig
+
+
+@dataclass
+class ArmResult:
+    """Figures of one arm.
+
+    Attributes
+    ----------
+    name : str
+        The arm.
+    bits_history, bits_at_context : float
+        Bits per element of packed tokens, and of everything at the end of a sequence.
+    kl_mean, kl_median, kl_p99 : float
+        KL divergence in nats from the exact run's next-token distribution, over all tokens.
+    top1 : float
+        Share of tokens whose most likely next token is the exact run's.
+    ppl : float
+        Perplexity of the text.
+    kv_bytes, kv_bytes_bf16 : int
+        Bytes of the cache at the end of a sequence, and of the same rows in bfloat16.
+    simulated : bool
+        Whether the arm was simulated instead of stored.
+    """
+
+    name: str
+    bits_history: float
+    bits_at_context: float
+    kl_mean: float
+    kl_median: float
+    kl_p99: float
+    top1: float
+    ppl: float
+    kv_bytes: int
+    kv_bytes_bf16: int
+    simulated: bool = False
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.kl: list[Tensor] = []
+        self.same = self.tokens = self.scored = 0
+        self.nll = 0.0
+        self.bits: dict[str, float] = {}
+        self.kv_bytes = 0
+
+    def add(self, logits: Tensor, exact: Tensor, targets: Tensor) -> None:
+        """Score logits ``[T, V]`` against the exact run's; ``targets`` are the next tokens that exist."""
+        log_q, log_p = logits.float().log_softmax(-1), exact.float().log_softmax(-1)
+        self.kl.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).cpu())
+        self.same += int((logits.argmax(-1) == exact.argmax(-1)).sum())
+        self.tokens += len(logits)
+        self.nll -= float(log_q[: len(targets)].gather(-1, targets[:, None]).sum())
+        self.scored += len(targets)
+
+
+def measure_fidelity(
+    model: PreTrainedModel,
+    profile: Profile,
+    arms: list[Arm],
+    sequences: Iterable[Tensor],
+    *,
+    position_offset: int = 0,
+    window: WindowConfig | None = None,
+    progress: Callable[[int], Any] | None = None,
+) -> list[ArmResult]:
+    """Run text through every arm in lockstep with the exact run.
+
+    All arms are fed 64 tokens at a time, so that every position sees what decoding would see.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    profile : Profile
+        Its profile, with moments if an arm needs another transform.
+    arms : list of Arm
+        What to compare.
+    sequences : iterable of Tensor
+        int64 ``[1, T]``.
+    position_offset : int
+        Position of the first token.
+    window : WindowConfig
+        Exact windows.
+    progress : callable
+        Called with the number of tokens done, after each chunk.
+    """
+    geometry = model_geometry(model.config)
+    profile.check_model(geometry)
+    window = window or WindowConfig()
+    profiles = {arm.name: arm.profile(profile) for arm in arms}
+    tallies = {arm.name: _Tally() for arm in arms}
+    before = model.config._attn_implementation
+    done = length = 0
+    try:
+        with torch.no_grad():
+            for ids in sequences:
+                length = ids.shape[1]
+                if position_offset < 0 or position_offset + length > geometry.max_positions:
+                    raise ConfigError(
+                        f"position offset {position_offset} plus {length} tokens is outside the model's "
+                        f"{geometry.max_positions} positions; use at most {geometry.max_positions - length}"
+                    )
+                model.set_attn_implementation(ATTENTION)
+                exact = DynamicCache(config=model.config)
+                caches = {arm.name: arm.cache(model, profiles[arm.name], window) for arm in arms}
+                for start in range(0, length, PAGE_TOKENS):
+                    chunk = ids[:, start : start + PAGE_TOKENS].to(model.device)
+                    targets = ids[0, start + 1 : start + PAGE_TOKENS + 1].to(model.device)
+                    truth = _forward(model, chunk, exact, position_offset + start)
+                    for name, cache in caches.items():
+                        tallies[name].add(_forward(model, chunk, cache, position_offset + start), truth, targets)
+                    done += chunk.shape[1]
+                    if progress is not None:
+                        progress(done)
+                for name, cache in caches.items():
+                    tallies[name].bits = cache.bits()
+                    tallies[name].kv_bytes = sum(cache.memory().values())
+    finally:
+        model.set_attn_implementation(before)
+    if not done:
+        raise DataError("the text is shorter than one sequence; use a smaller --seq-len or more text")
+    bf16 = 4 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * length
+    return [_result(arm, tallies[arm.name], bf16) for arm in arms]
+
+
+def as_json(model: str, text: str, tokens: int, results: list[ArmResult]) -> dict[str, Any]:
+    """The document that ``lamina fidelity --json`` writes."""
+    return {"model": model, "text": text, "tokens": tokens, "arms": [asdict(r) for r in results]}
+
+
+def _forward(model: PreTrainedModel, ids: Tensor, cache: Any, position: int) -> Tensor:
+    positions = torch.arange(position, position + ids.shape[1], device=ids.device)[None]
+    return model(input_ids=ids, position_ids=positions, use_cache=True, **cache_kwarg(model, cache)).logits[0]
+
+
+def _result(arm: Arm, tally: _Tally, bf16: int) -> ArmResult:
+    kl = torch.cat(tally.kl)
+    return ArmResult(
+        name=arm.name,
+        bits_history=tally.bits["history"],
+        bits_at_context=tally.bits["context"],
+        kl_mean=float(kl.mean()),
+        kl_median=float(kl.median()),
+        kl_p99=float(kl.quantile(0.99)),
+        top1=tally.same / tally.tokens,
+        ppl=math.exp(tally.nll / max(tally.scored, 1)),
+        kv_bytes=tally.kv_bytes,
+        kv_bytes_bf16=bf16,
+        simulated=arm.simulated,
+    )
