@@ -166,7 +166,7 @@ class LaminaCache(Cache):
         geometry = model_geometry(model.config)
         check_attention_interface(model, geometry)
         profile.check_model(geometry)
-        if profile.absorbed != bool(getattr(model, "lamina_absorbed", False)):
+        if profile.absorbed != bool(getattr(model.config, "lamina_absorbed", False)):
             raise ConfigError(
                 "the profile and the model disagree on whether V's basis was folded into the weights; use the profile "
                 "that absorb_value_basis returned with the model it changed, and the original one with others"
