@@ -45,7 +45,8 @@ def make_model(with_bias: bool) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS, rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+        num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(1)
@@ -120,7 +121,9 @@ def main() -> None:
                 rows.append({"transform": name, "bias": with_bias, "offset": offset, "kl": kl})
                 print(f"{name:12s} bias={with_bias!s:5s} offset={offset:6d} KL {kl:.6f}", flush=True)
     for row in rows:
-        same = [r for r in rows if r["transform"] == row["transform"] and r["offset"] == row["offset"] and not r["bias"]]
+        same = [
+            r for r in rows if r["transform"] == row["transform"] and r["offset"] == row["offset"] and not r["bias"]
+        ]
         row["ratio_to_no_bias"] = row["kl"] / same[0]["kl"]
         if row["bias"]:
             print(f"{row['transform']:12s} offset={row['offset']:6d} with/without bias {row['ratio_to_no_bias']:.2f}")

@@ -80,7 +80,7 @@ def load_model(
         except LOADING_ERRORS as error:
             raise _not_loaded(name, "tokenizer", error) from error
         try:
-            model = AutoModelForCausalLM.from_pretrained(_where(name), dtype=weights)
+            model: Any = AutoModelForCausalLM.from_pretrained(_where(name), dtype=weights)
         except LOADING_ERRORS as error:
             raise _not_loaded(name, "weights", error) from error
         model = model.to(target).eval()

@@ -30,6 +30,14 @@ class Screen:
         for part in parts:
             self.out.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
 
+    def publish(self, document: Any, to: str | bool | None, *parts: RenderableType) -> None:
+        """Show ``parts``; with a path also write ``document`` as JSON there, with ``-`` or True the document alone."""
+        path = "-" if to is True else to
+        if path:
+            self.json(document, path)
+        if path != "-":
+            self.show(*parts)
+
     def write(self, text: str) -> None:
         """Write a piece of streamed text on stdout at once, as it is."""
         self.out.file.write(text)

@@ -100,9 +100,9 @@ def _attend_sequence(
         logits = _masked(q_packed, k.transpose(0, 1).flatten(1, 2), seen)
         logits -= energy * noise.transpose(0, 1).flatten(1, 2)[:, None, None]
         packed.add(logits, v.transpose(0, 1).flatten(1, 2))
-    step = max(PAGE_TOKENS, BLOCK_PAGES * PAGE_TOKENS)
-    for start in range(0, tokens, step):
-        k, v = k_chunk[:, start : start + step].float(), v_chunk[:, start : start + step].float()
+    block = BLOCK_PAGES * PAGE_TOKENS
+    for start in range(0, tokens, block):
+        k, v = k_chunk[:, start : start + block].float(), v_chunk[:, start : start + block].float()
         keys = torch.arange(start, start + k.shape[1], device=device)
         exact.add(_masked(q, k, keys <= torch.arange(tokens, device=device)[:, None]), v)
     return _merge(exact, packed, basis)

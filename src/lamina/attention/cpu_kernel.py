@@ -20,7 +20,7 @@ def decode(
     q, q_forward, v_forward, mean_v, kappa, records, records16, slabs, exact, table, page_ids, lengths, meta, partial,
     out, lse,
 ):  # fmt: skip
-    """Attend; shapes as in :func:`lamina.attention.cpu.attend_cpu`, ``partial`` is scratch, ``out``, ``lse`` results."""
+    """Attend; shapes as in :func:`lamina.attention.cpu.attend_cpu`; fills ``out`` and ``lse``."""
     batch, n_kv, tokens, splits, group, _, _ = partial.shape
     dim = q.shape[3]
     pages = page_ids.shape[1]

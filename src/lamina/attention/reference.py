@@ -53,7 +53,7 @@ def _rows(
     view: StoreView, basis: ReadBasis, b: int, position: int, limit: int | None, dtype: torch.dtype
 ) -> list[tuple[bool, Tensor, Tensor, Tensor | None]]:
     """(packed, k, v ``[H, n, D]``, logit noise ``[H, n]``) of every page that a query at ``position`` reads."""
-    found = []
+    found: list[tuple[bool, Tensor, Tensor, Tensor | None]] = []
     for page in view.page_ids[b].tolist():
         if page < 0:
             continue

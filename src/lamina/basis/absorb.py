@@ -61,8 +61,8 @@ def absorb_value_basis(model: PreTrainedModel, profile: Profile) -> Profile:
                 for parameter, value in zip(_parameters(module), old):
                     parameter.copy_(value)
             raise UnsupportedModelError(
-                f"folding V's basis changes the model's output by {change:.2g} (limit {limit}): something stands between "
-                "its value projection and its attention, or between attention and output projection"
+                f"folding V's basis changes the model's output by {change:.2g} (limit {limit}): something stands "
+                "between its value projection and its attention, or between attention and output projection"
             )
     model.config.lamina_absorbed = True
     return dataclasses.replace(profile, layers=[_absorbed(layer) for layer in profile.layers], absorbed=True)

@@ -81,7 +81,10 @@ class LaminaLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output ``[B, T, Hq, D]`` of the tokens that were just stored."""
-        return attend(query, self.store.view(), self.basis, (key, value)).out
+        out = attend(query, self.store.view(), self.basis, (key, value)).out
+        if query.shape[2] > 1:
+            self.store.settle()
+        return out
 
     @property
     def scaling(self) -> float:

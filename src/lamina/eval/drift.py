@@ -28,7 +28,7 @@ def attention_drift(q_htd: Tensor, k_htd: Tensor, view: StoreView, basis: ReadBa
     Tensor
         float64 ``[Hq, n]``, in nats.
     """
-    n_kv, length, dim = k_htd.shape
+    n_kv, length, _ = k_htd.shape
     n = q_htd.shape[1]
     q = q_htd.double().unflatten(0, (n_kv, -1)) * basis.scaling
     position = torch.arange(length - n, length)[:, None]

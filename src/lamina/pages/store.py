@@ -119,6 +119,7 @@ class LayerStore:
         self.exact = Pool(budget, Field((2, n_heads, PAGE_TOKENS, head_dim), dtype, device))
         self.sequences: list[Sequence] = []
         self._page_ids: Tensor | None = None
+        self._page_id_bytes = 0
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -157,8 +158,7 @@ class LayerStore:
         self._check(k_bhtd, v_bhtd)
         if not self.sequences:
             self.sequences = [Sequence() for _ in range(k_bhtd.shape[0])]
-        for sequence in self.sequences:
-            self._release_history(sequence)
+        self.settle()
         tokens = k_bhtd.shape[2]
         bits = self.tiers()
         self._make_room(tokens, bits)
@@ -167,6 +167,16 @@ class LayerStore:
             self._append_one(sequence, k, v, closed)
         for i in range(0, len(closed), ENCODE_BATCH):
             self._close(closed[i : i + ENCODE_BATCH], bits)
+
+    def settle(self) -> None:
+        """Release the exact rows that no later query, nor a roll-back, can read."""
+        for sequence in self.sequences:
+            first = self.window.kept_from(sequence.length)
+            while sequence.windowed and self._cell(sequence.windowed[0], START) < first:
+                page = sequence.windowed.pop(0)
+                self.exact.release([self._cell(page, EXACT)])
+                self.table[page, EXACT] = -1
+        self._loosen()
 
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of every sequence.
@@ -190,7 +200,7 @@ class LayerStore:
                     if self._cell(page, EXACT) >= 0:
                         self._drop_slabs(page)
                         self.table[page, TIER : TIER + 2] = 0
-        self.loosen()
+        self._loosen()
 
     def reset(self) -> None:
         """Forget every sequence and give all storage back."""
@@ -222,6 +232,9 @@ class LayerStore:
             width = max((len(s.pages) for s in self.sequences), default=0)
             rows = [s.pages + [-1] * (width - len(s.pages)) for s in self.sequences]
             self._page_ids = torch.tensor(rows, dtype=torch.int32).view(len(self.sequences), width)
+            n_bytes = self._page_ids.untyped_storage().nbytes()
+            self.budget.used += n_bytes - self._page_id_bytes
+            self._page_id_bytes = n_bytes
         return self._page_ids
 
     def memory(self) -> dict[str, int]:
@@ -290,9 +303,9 @@ class LayerStore:
                 hit = (cells[..., None] == old).nonzero()
                 cells[hit[:, 0], hit[:, 1]] = new[hit[:, 2]]
 
-    def loosen(self) -> None:
-        """Compact when more than a quarter of a pool is free, as after a long crop."""
-        if any(len(p.free) * 4 > p.slots > 32 for p in (self.slabs, self.exact)):
+    def _loosen(self) -> None:
+        """Compact when more than a quarter of a pool is free, as after a long chunk or crop."""
+        if any(len(pool.free) * 4 > pool.slots for pool in (self.slabs, self.exact)):
             self.compact()
 
     def _check(self, k: Tensor, v: Tensor) -> None:
@@ -329,7 +342,8 @@ class LayerStore:
             closing += (rows + tokens) // PAGE_TOKENS
         slabs = closing * sum({2: 0, 4: 1, 8: 3}[b] for b in bits)
         needs = ((self.pages, pages), (self.slabs, slabs), (self.exact, exact))
-        self.budget.ensure(lambda: sum(pool.missing_bytes(n) for pool, n in needs))
+        id_bytes = 4 * (sum(len(s.pages) for s in self.sequences) + pages) - self._page_id_bytes
+        self.budget.ensure(lambda: sum(pool.missing_bytes(n) for pool, n in needs) + max(0, id_bytes))
         for pool, n in needs:
             pool.reserve(n)
 
@@ -386,17 +400,9 @@ class LayerStore:
                 self.slabs.data[0][slots] = slab
                 self.table[ids, column] = slots.int()
             self.table[ids, TIER + side] = e.bits
-        if views.center is not None and views.center_scale is not None:
-            views.center[ids], views.center_scale[ids] = k.center, k.center_scale
+        if k.center is not None and k.center_scale is not None:
+            views.center[ids], views.center_scale[ids] = k.center, k.center_scale  # type: ignore[index]
         self.loss[ids] = self.encoder.shed_loss(k, v).cpu()
-
-    def _release_history(self, sequence: Sequence) -> None:
-        """Release exact rows that no query at or after the sequence's end, or a roll-back, can read."""
-        first = self.window.kept_from(sequence.length)
-        while sequence.windowed and self._cell(sequence.windowed[0], START) < first:
-            page = sequence.windowed.pop(0)
-            self.exact.release([self._cell(page, EXACT)])
-            self.table[page, EXACT] = -1
 
     def _drop_slabs(self, page: int) -> None:
         slots = [s for s in self.table[page, FINE:EXACT].tolist() if s >= 0]

@@ -1,0 +1,255 @@
+"""What ``lamina generate`` does: a prompt through a packed cache, streamed, with what the cache took."""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedTokenizerBase
+from transformers.generation.streamers import TextStreamer
+
+from lamina.app.loading import LoadedModel, load_model
+from lamina.app.screen import Screen
+from lamina.app.values import format_bytes, parse_bytes, parse_tier
+from lamina.basis.profile import Profile
+from lamina.engines.hf import LaminaCache, cache_kwarg
+from lamina.errors import ConfigError, DataError
+from lamina.pages import WindowConfig
+
+UNTIMED_STEPS = 2
+"""Decode steps left out of tokens per second: the first ones compile the kernels."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 takes the most likely one."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if self.temperature < 0:
+            raise ConfigError(f"temperature {self.temperature} is negative; use 0 for the most likely token, or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top-p {self.top_p} is no share of the probability; use a number above 0 and up to 1")
+        if self.top_p < 1 and self.temperature == 0:
+            raise ConfigError(f"top-p {self.top_p} does nothing at temperature 0; set a temperature as well")
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of transformers' ``generate``."""
+        if self.temperature == 0:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What to write and with which cache; fields are the options of ``lamina generate``."""
+
+    model: str
+    profile: Path
+    prompt: str | None = None
+    prompt_file: Path | None = None
+    max_new_tokens: int = 256
+    tier: str | None = None
+    sink: int = 64
+    recent: int = 256
+    max_bytes: str | None = None
+    sampling: Sampling = Sampling()
+    chat: bool | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A finished text and how long it took; ``tokens_per_second`` is of decoding, None if too few tokens."""
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+    prefill_seconds: float
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """A text and the cache it left behind."""
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+    prefill_seconds: float
+    tokens_per_second: float | None
+    bits_history: float
+    bits_at_context: float
+    kv_bytes: int
+    kv_bytes_bf16: int
+    planes_shed: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` writes."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One line on tokens, speed, bits and bytes."""
+        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tok/s"
+        packed = self.bits_history == self.bits_history
+        history = f"{self.bits_history:.2f} bits in history" if packed else "no history yet"
+        return (
+            f"{self.tokens} tokens{speed}; {history}, {self.bits_at_context:.2f} bits at this context; "
+            f"KV cache {format_bytes(self.kv_bytes)} against {format_bytes(self.kv_bytes_bf16)} in bf16; "
+            f"{self.planes_shed} planes shed"
+        )
+
+
+class _Stream(TextStreamer):
+    """Hands on finished text, and remembers when each token came."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, on_first: Callable[[], Any], on_text: Callable[[str], Any]
+    ) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_first, self.on_text = on_first, on_text
+        self.pieces: list[str] = []
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            if not self.times:
+                self.on_first()
+            self.times.append(time.perf_counter())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.pieces.append(text)
+        self.on_text(text)
+
+
+def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool = True) -> GenerationReport:
+    """Generate with a packed cache; the text goes to stdout as it comes if ``stream``."""
+    prompt = read_prompt(request.prompt, request.prompt_file)
+    tiers = None if request.tier is None else parse_tier(request.tier)
+    max_bytes = None if request.max_bytes is None else parse_bytes(request.max_bytes, "--max-bytes")
+    window = WindowConfig(sink=request.sink, recent=request.recent)
+    profile = Profile.load(request.profile)
+    loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device, profile=profile)
+    ids = encode_prompt(loaded, prompt, chat=request.chat)
+    check_room(loaded, ids, request.max_new_tokens)
+    cache = LaminaCache(loaded.model, profile, tiers=tiers, window=window, max_bytes=max_bytes)
+    done = generate_text(
+        loaded,
+        ids,
+        cache,
+        screen,
+        max_new_tokens=request.max_new_tokens,
+        sampling=request.sampling,
+        on_text=screen.write if stream else None,
+    )
+    if stream:
+        screen.write("\n")
+    return report_on(done, cache, loaded)
+
+
+def generate_text(
+    loaded: LoadedModel,
+    ids: Tensor,
+    cache: Cache,
+    screen: Screen,
+    *,
+    max_new_tokens: int,
+    min_new_tokens: int = 0,
+    sampling: Sampling = Sampling(),
+    on_text: Callable[[str], Any] | None = None,
+) -> Generated:
+    """Continue ``ids`` (int64 ``[1, T]``) with any cache of transformers' kind, handing text on as it comes."""
+    with ExitStack() as waiting:
+        waiting.enter_context(screen.working(f"Reading {ids.shape[1]:,} tokens of prompt"))
+        stream = _Stream(loaded.tokenizer, waiting.close, on_text or (lambda text: None))
+        torch.manual_seed(sampling.seed)
+        start = time.perf_counter()
+        ids = ids.to(loaded.model.device)
+        model: Any = loaded.model
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            streamer=stream,
+            **cache_kwarg(loaded.model, cache),
+            **sampling.options(),
+        )
+    times = stream.times
+    timed = times[UNTIMED_STEPS:]
+    return Generated(
+        text="".join(stream.pieces),
+        prompt_tokens=ids.shape[1],
+        tokens=len(times),
+        prefill_seconds=times[0] - start,
+        tokens_per_second=(len(timed) - 1) / (timed[-1] - timed[0]) if len(timed) > 1 else None,
+    )
+
+
+def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel) -> GenerationReport:
+    """Put a text and its cache's figures together."""
+    bits = cache.bits()
+    g = loaded.geometry
+    return GenerationReport(
+        **asdict(done),
+        bits_history=bits["history"],
+        bits_at_context=bits["context"],
+        kv_bytes=sum(cache.memory().values()),
+        kv_bytes_bf16=4 * g.n_layers * g.n_kv_heads * g.head_dim * cache.get_seq_length(),
+        planes_shed=cache.pager.planes_shed,
+    )
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt as given, from a file, or from standard input; ConfigError or DataError if there is none."""
+    if prompt is not None and prompt_file is not None:
+        raise ConfigError("--prompt and --prompt-file are both given; leave one out")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read the prompt file {prompt_file}: {error}. Name a UTF-8 text file.") from error
+    elif prompt is None:
+        prompt = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    if not prompt.strip():
+        raise DataError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, or pipe text into the command")
+    return prompt
+
+
+def encode_prompt(loaded: LoadedModel, prompt: str, *, chat: bool | None) -> Tensor:
+    """Token ids int64 ``[1, T]``; ``chat`` applies the chat template, None if there is one."""
+    has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
+    if chat and not has_template:
+        raise ConfigError(f"the tokenizer of {loaded.name} has no chat template; use --no-chat")
+    if has_template and chat is not False:
+        messages = [{"role": "user", "content": prompt}]
+        encoded: Any = loaded.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = loaded.tokenizer(prompt, return_tensors="pt", verbose=False)
+    ids: Tensor = encoded["input_ids"].long()
+    if not ids.numel():
+        raise DataError("the prompt has no tokens that the model's tokenizer knows; give another prompt")
+    return ids
+
+
+def check_room(loaded: LoadedModel, ids: Tensor, max_new_tokens: int) -> None:
+    """Raise ConfigError if prompt and answer are longer than the model's positions."""
+    total, limit = ids.shape[1] + max_new_tokens, loaded.geometry.max_positions
+    if total > limit:
+        raise ConfigError(
+            f"a prompt of {ids.shape[1]} tokens and {max_new_tokens} new ones exceed the model's {limit} positions; "
+            f"shorten the prompt or lower --max-new-tokens"
+        )

@@ -1,0 +1,241 @@
+"""What ``lamina plan`` does: how many tokens and requests fit into a given memory, by arithmetic alone."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from lamina.app.loading import DTYPES, LOADING_ERRORS, load_config
+from lamina.app.values import format_bytes, parse_bytes, parse_tier, tier_name
+from lamina.basis.geometry import ModelGeometry, model_geometry
+from lamina.basis.profile import Profile
+from lamina.codec import PAGE_TOKENS
+from lamina.errors import ConfigError, UnsupportedModelError
+from lamina.pages import Budget, LayerStore, WindowConfig
+from lamina.pages.pool import GROWTH
+
+SLABS = {2: 0, 4: 1, 8: 3}
+"""Slabs that a page side has besides its base plane, by tier."""
+PAGE_ID_BYTES = 4
+DEFAULT_TIERS = ("2", "k4v2", "4", "8")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What memory, for which model; fields are the options of ``lamina plan``."""
+
+    model: str
+    memory: str
+    context: int | None = None
+    tiers: Sequence[str] = DEFAULT_TIERS
+    profile: Path | None = None
+    dtype: str = "bfloat16"
+    max_batch: int = 1
+    reserve: float = 10.0
+    sink: int = 64
+    recent: int = 256
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What one way of keeping the cache needs and allows.
+
+    Attributes
+    ----------
+    name : str
+        ``bf16``, ``fp8`` or the tier vector.
+    bytes_per_token : float
+        Of one request at the context, everything included.
+    request_bytes : int
+        Of one request at the context.
+    max_tokens : int
+        Longest context that each of ``max_batch`` requests can have at once, whatever the model's maximum.
+    requests : int
+        Requests at the context that fit at once.
+    """
+
+    name: str
+    bytes_per_token: float
+    request_bytes: int
+    max_tokens: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the memory is spent, and what fits into the rest."""
+
+    model: str
+    dtype: str
+    memory_bytes: int
+    reserve_bytes: int
+    weight_bytes: int
+    cache_bytes: int
+    context: int
+    max_positions: int
+    max_batch: int
+    rows: list[PlanRow]
+    notes: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` writes."""
+        return asdict(self)
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Work out what fits; reads the model's configuration only.
+
+    Raises
+    ------
+    ConfigError
+        A setting cannot work, or the weights alone do not fit.
+    """
+    memory = parse_bytes(request.memory, "--memory")
+    if request.dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {request.dtype!r}; choose {', '.join(DTYPES)}")
+    if not 0 <= request.reserve < 100:
+        raise ConfigError(f"--reserve {request.reserve} is not a percentage from 0 to below 100")
+    dtype = DTYPES[request.dtype]
+    window = WindowConfig(sink=request.sink, recent=request.recent)
+    vectors = {tier_name(parse_tier(t)): [parse_tier(t)] for t in request.tiers}
+    config = load_config(request.model)
+    geometry = model_geometry(config)
+    if request.profile is not None:
+        profile = Profile.load(request.profile)
+        profile.check_model(geometry)
+        vectors["profile's"] = list(profile.tiers)
+    context = request.context or geometry.max_positions
+    weights = weight_bytes(config, dtype)
+    reserve = int(memory * request.reserve / 100)
+    free = memory - reserve - weights
+    if free <= 0:
+        raise ConfigError(
+            f"the weights of {request.model} take {format_bytes(weights)} in {request.dtype}, which leaves nothing of "
+            f"{format_bytes(memory)} less a reserve of {format_bytes(reserve)}; plan with more --memory"
+        )
+    elements = 2 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim
+    sizes: dict[str, Callable[[int], int]] = {"bf16": lambda t: 2 * elements * t, "fp8": lambda t: elements * t}
+    sizes |= {name: _sizer(geometry, tiers, dtype, window) for name, tiers in vectors.items()}
+    return Plan(
+        model=request.model,
+        dtype=request.dtype,
+        memory_bytes=memory,
+        reserve_bytes=reserve,
+        weight_bytes=weights,
+        cache_bytes=free,
+        context=context,
+        max_positions=geometry.max_positions,
+        max_batch=request.max_batch,
+        rows=[_row(name, size, context, free, request.max_batch) for name, size in sizes.items()],
+        notes=_notes(config, geometry, context, window),
+    )
+
+
+def sequence_bytes(
+    geometry: ModelGeometry, tiers: Sequence[tuple[int, int]], tokens: int, dtype: torch.dtype, window: WindowConfig
+) -> int:
+    """Bytes of the cache of one sequence, all told: pages, planes, exact windows with roll-back, tables.
+
+    What a :class:`lamina.engines.hf.LaminaCache` allocates while it decodes, except that its pools grow in steps: the
+    cache holds at most 1/32 more, and up to one window of exact rows more after a prompt fed in chunks longer than a
+    page.
+
+    Parameters
+    ----------
+    geometry : ModelGeometry
+        Of the model.
+    tiers : sequence of (int, int)
+        Bits of K and V: one pair for all layers, or one a layer.
+    tokens : int
+        Tokens stored.
+    dtype : torch.dtype
+        Of the exact rows.
+    window : WindowConfig
+        Exact windows.
+    """
+    if len(tiers) not in (1, geometry.n_layers):
+        raise ConfigError(f"{len(tiers)} tiers do not fit {geometry.n_layers} layers; give one pair, or one a layer")
+    page, slab, exact = slot_bytes(geometry.n_kv_heads, geometry.head_dim, dtype)
+    pages, closed = -(-tokens // PAGE_TOKENS), tokens // PAGE_TOKENS
+    windowed = (window.sink + window.recent + window.rollback) // PAGE_TOKENS + 1
+    fixed = pages * (page + PAGE_ID_BYTES) + min(pages, windowed) * exact
+    layers = Counter({pair: count * geometry.n_layers // len(tiers) for pair, count in Counter(tiers).items()})
+    return sum(n * (fixed + closed * slab * (SLABS[k] + SLABS[v])) for (k, v), n in layers.items())
+
+
+@lru_cache
+def slot_bytes(n_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes that a page store takes for a page (record and table rows), a slab, and a page's exact rows."""
+    store = LayerStore(
+        n_heads,
+        head_dim,
+        dtype,
+        "meta",
+        window=WindowConfig(),
+        encoder=_NoEncoder(),
+        tiers=lambda: (2, 2),
+        budget=Budget(),
+    )
+    return store.pages.slot_bytes, store.slabs.slot_bytes, store.exact.slot_bytes
+
+
+def weight_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the model's parameters and buffers in ``dtype``, tied ones once; nothing is allocated."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except LOADING_ERRORS as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnsupportedModelError(f"transformers cannot build a language model of this kind: {reason}") from error
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+def longest(size: Callable[[int], int], budget: int) -> int:
+    """Most tokens whose ``size`` is within ``budget``; ``size`` never falls."""
+    low, high = 0, 1
+    while size(high) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if size(middle) <= budget else (low, middle)
+    return low
+
+
+class _NoEncoder:
+    """A store that is only measured encodes nothing."""
+
+    def encode(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def shed_loss(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+def _sizer(
+    geometry: ModelGeometry, tiers: list[tuple[int, int]], dtype: torch.dtype, window: WindowConfig
+) -> Callable[[int], int]:
+    return lambda tokens: sequence_bytes(geometry, tiers, tokens, dtype, window)
+
+
+def _row(name: str, size: Callable[[int], int], context: int, free: int, max_batch: int) -> PlanRow:
+    request = size(context)
+    return PlanRow(name, request / context, request, longest(size, free // max_batch), free // request)
+
+
+def _notes(config: Any, geometry: ModelGeometry, context: int, window: WindowConfig) -> list[str]:
+    exact = window.sink + window.recent + window.rollback + PAGE_TOKENS
+    notes = [
+        f"Lamina's rows include {exact} exact tokens a request, page tables and all scales; pools grow in steps, "
+        f"up to {GROWTH:.0%} more, unless max_bytes is set.",
+    ]
+    if context > geometry.max_positions:
+        notes.append(f"The model was made for {geometry.max_positions:,} positions, fewer than the context asked for.")
+    if getattr(config, "quantization_config", None):
+        notes.append("The checkpoint's weights are quantised; they were counted unquantised, so more will fit.")
+    return notes

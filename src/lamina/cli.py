@@ -1,0 +1,280 @@
+"""The ``lamina`` command: one function a command, which only hands its options on and prints what comes back."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lamina import __version__
+from lamina.errors import LaminaError
+
+FAILURE = 2
+"""Exit code of every mistake that Lamina can name."""
+
+
+class Commands(TyperGroup):
+    """Turns a LaminaError into one red paragraph on stderr; any other error keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except LaminaError as error:
+            from lamina.app.screen import Screen
+
+            Screen().remark("Error: " + " ".join(str(error).split()), "red")
+            raise typer.Exit(FAILURE) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="A KV cache for transformer inference whose precision is decided while the model runs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or name on the Hugging Face hub.")]
+ProfileFile = Annotated[Path, typer.Option("--profile", help="Profile made by `lamina calibrate`.")]
+Field = Annotated[str | None, typer.Option(help="Field of JSON or data set records; a+b joins several.")]
+Dtype = Annotated[str, typer.Option(help="auto (float32 on the CPU), float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
+Sink = Annotated[int, typer.Option(help="First tokens that stay exact; a multiple of 64.")]
+Recent = Annotated[int, typer.Option(help="Most recent tokens that stay exact; a multiple of 64.")]
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout, and nothing else.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lamina {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the profile is written.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text or JSONL file, Hugging Face data set, or `default`; give several to mix them evenly."),
+    ] = None,
+    field: Field = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to calibrate on, rounded up to whole sequences.")] = 40_000,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 2048,
+    max_context: Annotated[
+        int | None, typer.Option(min=1, help="Largest position to cover; the model's, at most 131072, unless told.")
+    ] = None,
+    seed: Seed = 0,
+    transform: Annotated[str, typer.Option(help="balanced, oscar, hadamard or identity.")] = "balanced",
+    tier: Annotated[str, typer.Option(help="Bits to start with: 2, 4, 8, or K and V apart, such as k4v2.")] = "2",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Learn a model's profile from text, in one pass."""
+    from lamina.app.calibrate import CalibrationRequest, run_calibration
+    from lamina.app.screen import Screen
+    from lamina.app.tables import calibration_table
+
+    screen = Screen()
+    request = CalibrationRequest(
+        model=model,
+        output=output,
+        data=data or ["default"],
+        field=field,
+        tokens=tokens,
+        seq_len=seq_len,
+        max_context=max_context,
+        seed=seed,
+        transform=transform,
+        tier=tier,
+        dtype=dtype,
+        device=device,
+    )
+    report = run_calibration(request, screen)
+    screen.publish(report.as_json(), json, calibration_table(report))
+
+
+@app.command()
+def generate(
+    model: Model,
+    profile: ProfileFile,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; standard input is read without one.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File that holds the prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
+    tier: Annotated[str | None, typer.Option(help="2, 4, 8 or a pair such as k4v2; the profile's unless told.")] = None,
+    sink: Sink = 64,
+    recent: Recent = 256,
+    max_bytes: Annotated[
+        str | None, typer.Option(help="Bound on the cache, such as 512M or 2G; planes are shed to stay below it.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Share of the probability to sample from.")] = 1.0,
+    seed: Seed = 0,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; if there is one, unless told.")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Write a text with a packed cache, and say what the cache took."""
+    from lamina.app.generate import GenerationRequest, Sampling, run_generation
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    request = GenerationRequest(
+        model=model,
+        profile=profile,
+        prompt=prompt,
+        prompt_file=prompt_file,
+        max_new_tokens=max_new_tokens,
+        tier=tier,
+        sink=sink,
+        recent=recent,
+        max_bytes=max_bytes,
+        sampling=Sampling(temperature, top_p, seed),
+        chat=chat,
+        dtype=dtype,
+        device=device,
+    )
+    report = run_generation(request, screen, stream=not json)
+    if json:
+        screen.json(report.as_json())
+    else:
+        screen.remark(report.summary(), "dim")
+
+
+@app.command()
+def fidelity(
+    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    profile: ProfileFile,
+    arms: Annotated[
+        str, typer.Option(help="Ways of keeping the cache, with commas; a wrong name lists them all.")
+    ] = "bf16,naive-int2,oscar-int2,lamina-int2,lamina-k4v2,lamina-int4",
+    text: Annotated[
+        str, typer.Option(help="Text or JSONL file, data set, or `default`: what calibration leaves out of it.")
+    ] = "default",
+    field: Field = None,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens in all, rounded down to whole sequences.")] = 4096,
+    position_offset: Annotated[
+        str, typer.Option(help="Position of each sequence's first token; 30% is of the model's maximum.")
+    ] = "0",
+    sink: Sink = 64,
+    recent: Recent = 256,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    json: Annotated[str | None, typer.Option(metavar="OUT", help="JSON file to write; - is stdout.")] = None,
+) -> None:
+    """Measure how far each arm's next-token distributions are from the exact run's."""
+    from lamina.app.fidelity import FidelityRequest, run_fidelity
+    from lamina.app.screen import Screen
+    from lamina.app.tables import fidelity_table
+
+    screen = Screen()
+    request = FidelityRequest(
+        model=model,
+        profile=profile,
+        arms=arms,
+        text=text,
+        field=field,
+        seq_len=seq_len,
+        max_tokens=max_tokens,
+        position_offset=position_offset,
+        sink=sink,
+        recent=recent,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    report = run_fidelity(request, screen)
+    screen.publish(report.as_json(), json, fidelity_table(report))
+
+
+@app.command()
+def plan(
+    model: Model,
+    memory: Annotated[str, typer.Option(help="Memory for weights and caches: 24G, 512M (powers of 1024), 24GB.")],
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens a request; else the model's maximum.")] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(help="2, 4, 8 or a pair such as k4v2; may be repeated. All four unless told."),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Also plan with this profile's own tiers.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and exact rows: bfloat16, float16 or float32.")] = "bfloat16",
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests that share the memory in `longest request`.")] = 1,
+    reserve: Annotated[float, typer.Option(help="Percent of the memory kept for activations and the rest.")] = 10.0,
+    sink: Sink = 64,
+    recent: Recent = 256,
+    json: Json = False,
+) -> None:
+    """Say how many tokens and requests fit into a memory, from the model's configuration alone."""
+    from lamina.app.plan import DEFAULT_TIERS, PlanRequest, make_plan
+    from lamina.app.screen import Screen
+    from lamina.app.tables import plan_table
+
+    screen = Screen()
+    request = PlanRequest(
+        model=model,
+        memory=memory,
+        context=context,
+        tiers=tier or DEFAULT_TIERS,
+        profile=profile,
+        dtype=dtype,
+        max_batch=max_batch,
+        reserve=reserve,
+        sink=sink,
+        recent=recent,
+    )
+    found = make_plan(request)
+    screen.publish(found.as_json(), json, plan_table(found), *found.notes)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Say what works on this machine, what does not, and what to do about it."""
+    from lamina.app.doctor import examine, is_usable
+    from lamina.app.screen import Screen
+    from lamina.app.tables import doctor_table
+
+    screen = Screen()
+    with screen.working("Looking around"):
+        checks = examine()
+    screen.publish([check.as_json() for check in checks], json, doctor_table(checks))
+    raise typer.Exit(0 if is_usable(checks) else 1)
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="Model to show; a small one is fetched unless told.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Long prompt; one is built in.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to write; 400, or 96 with --quick.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Text to calibrate and, with other documents of it, to measure on.")
+    ] = None,
+    field: Field = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less text everywhere: a minute or two.")] = False,
+) -> None:
+    """Calibrate a small model, write a long answer at 2 bits, and compare the ways of keeping its cache."""
+    from lamina.app.demo import DemoRequest, run_demo
+    from lamina.app.screen import Screen
+
+    run_demo(DemoRequest(model, prompt_file, max_new_tokens, tuple(data or ["default"]), field, quick), Screen())
+
+
+def main() -> None:
+    """Entry point of the ``lamina`` command."""
+    app(prog_name="lamina")
