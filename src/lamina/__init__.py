@@ -1,3 +1,35 @@
 """Lamina: a KV cache for transformer inference whose precision is decided while the model runs."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lamina.basis.absorb import absorb_value_basis as absorb_value_basis
+    from lamina.basis.calibrate import CalibrationConfig as CalibrationConfig
+    from lamina.basis.calibrate import calibrate as calibrate
+    from lamina.basis.profile import Profile as Profile
+    from lamina.codec import CodecConfig as CodecConfig
+    from lamina.engines.hf import LaminaCache as LaminaCache
+    from lamina.pages import WindowConfig as WindowConfig
+
+_EXPORTS = {
+    "CalibrationConfig": "lamina.basis.calibrate",
+    "CodecConfig": "lamina.codec",
+    "LaminaCache": "lamina.engines.hf",
+    "Profile": "lamina.basis.profile",
+    "WindowConfig": "lamina.pages",
+    "absorb_value_basis": "lamina.basis.absorb",
+    "calibrate": "lamina.basis.calibrate",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that ``import lamina`` and the command line stay fast."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'lamina' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_EXPORTS[name]), name)

@@ -239,7 +239,7 @@ def plan(
         sink=sink,
         recent=recent,
     )
-    found = make_plan(request)
+    found = make_plan(request, screen)
     screen.publish(found.as_json(), json, plan_table(found), *found.notes)
 
 

@@ -65,7 +65,7 @@ def run_calibration(request: CalibrationRequest, screen: Screen) -> CalibrationR
         tiers=parse_tier(request.tier),
         seed=request.seed,
     )
-    check_lengths(model_geometry(load_config(request.model)), settings, request.seq_len)
+    check_lengths(model_geometry(load_config(request.model, screen)), settings, request.seq_len)
     _check_output(request.output)
     sources = calibration_sources(request.data, request.field)
     loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device)

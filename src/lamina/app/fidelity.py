@@ -60,7 +60,7 @@ def run_fidelity(request: FidelityRequest, screen: Screen) -> FidelityReport:
     arms = parse_arms(request.arms)
     window = WindowConfig(sink=request.sink, recent=request.recent)
     profile = Profile.load(request.profile)
-    limit = model_geometry(load_config(request.model)).max_positions
+    limit = model_geometry(load_config(request.model, screen)).max_positions
     offset = parse_position(request.position_offset, limit)
     if offset + request.seq_len > limit:
         raise ConfigError(

@@ -29,16 +29,17 @@ class LoadedModel:
     geometry: ModelGeometry
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str, screen: Screen) -> Any:
     """Configuration of a model folder or Hugging Face model; ConfigError says why there is none."""
     _quieten()
     looks_like_path = name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name
     if looks_like_path and not Path(name).expanduser().is_dir():
         raise ConfigError(f"there is no model folder {name} (working directory {Path.cwd()}). Check the path.")
-    try:
-        return AutoConfig.from_pretrained(_where(name))
-    except LOADING_ERRORS as error:
-        raise _not_loaded(name, "configuration", error) from error
+    with screen.working(f"Looking for {name}"):
+        try:
+            return AutoConfig.from_pretrained(_where(name))
+        except LOADING_ERRORS as error:
+            raise _not_loaded(name, "configuration", error) from error
 
 
 def load_model(
@@ -70,7 +71,7 @@ def load_model(
     """
     target = parse_device(device)
     weights = parse_dtype(dtype, target)
-    config = load_config(name)
+    config = load_config(name, screen)
     geometry = model_geometry(config)
     if profile is not None:
         profile.check_model(geometry)
@@ -122,3 +123,4 @@ def _quieten() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()

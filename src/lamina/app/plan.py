@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lamina.app.loading import DTYPES, LOADING_ERRORS, load_config
+from lamina.app.screen import Screen
 from lamina.app.values import format_bytes, parse_bytes, parse_tier, tier_name
 from lamina.basis.geometry import ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
@@ -87,7 +88,7 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(request: PlanRequest) -> Plan:
+def make_plan(request: PlanRequest, screen: Screen) -> Plan:
     """Work out what fits; reads the model's configuration only.
 
     Raises
@@ -103,7 +104,7 @@ def make_plan(request: PlanRequest) -> Plan:
     dtype = DTYPES[request.dtype]
     window = WindowConfig(sink=request.sink, recent=request.recent)
     vectors = {tier_name(parse_tier(t)): [parse_tier(t)] for t in request.tiers}
-    config = load_config(request.model)
+    config = load_config(request.model, screen)
     geometry = model_geometry(config)
     if request.profile is not None:
         profile = Profile.load(request.profile)
