@@ -5,10 +5,10 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
-import oracle
 import torch
 from torch import Tensor
 
+import oracle
 from lamina.attention.types import ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile
@@ -32,15 +32,16 @@ def layer_profile(heads: int, dim: int, seed: int = 0, plain: bool = False) -> L
     """Random well-conditioned bases that are neither orthogonal nor symmetric; with ``plain`` the identity."""
     g = generator(seed)
     eye = torch.eye(dim, dtype=torch.float64).repeat(heads, 1, 1)
-    a, r, mean = eye, eye, torch.zeros(heads, dim)
+    a, inverse, r, mean = eye, eye, eye, torch.zeros(heads, dim)
     kappa = torch.zeros(heads, 3, 3)
     if not plain:
         stretch = torch.linspace(0.5, 2, dim, dtype=torch.float64)
-        a = random_orthogonal(heads, dim, g) * stretch @ random_orthogonal(heads, dim, g)
+        left, right = random_orthogonal(heads, dim, g), random_orthogonal(heads, dim, g)
+        a, inverse = left * stretch @ right, left / stretch @ right
         r = random_orthogonal(heads, dim, g)
         mean = torch.randn(heads, dim, generator=g)
         kappa = 0.05 + 0.2 * torch.rand(heads, 3, 3, generator=g)
-    transform = LayerTransform(a.float(), torch.linalg.inv(a).mT.float(), r.float(), mean)
+    transform = LayerTransform(a.float(), inverse.float(), r.float(), mean)
     energy = 1 + torch.rand(2, heads, generator=g)
     return LayerProfile(transform, kappa, energy[0] * dim, energy[1] * dim)
 
@@ -164,3 +165,18 @@ def relative_error(ours: np.ndarray, expected: np.ndarray) -> float:
     """Largest error of a row, relative to that row."""
     norm = np.linalg.norm(expected, axis=-1)
     return float((np.linalg.norm(ours - expected, axis=-1) / norm).max())
+
+
+def poison(store: LayerStore) -> None:
+    """Fill everything that is not defined with NaN or ones: rows, slots and records nobody wrote."""
+    records, slabs, exact = (pool.data[0] for pool in store.pools)
+    used = {p for s in store.sequences for p in s.pages}
+    for page in range(len(records)):
+        row = store.table[page].tolist()
+        layout = store.layout
+        end = layout.center_scale_offset + 2 * layout.n_heads * layout.centered
+        records[page, end if page in used and row[TIER] else 0 :] = 255
+        if page in used and row[EXACT] >= 0:
+            exact[row[EXACT], :, :, row[ROWS] :] = float("nan")
+    slabs[store.slabs.free] = 255
+    exact[store.exact.free] = float("nan")

@@ -283,7 +283,7 @@ def _attend_sequence(q, stored, b, basis, chunk):
     position = np.arange(length - tokens, length)
     stored_end = length - tokens if chunk is not None else length
     q = q.astype(np.float64).reshape(h, n_q // h, tokens, dim) * basis.scaling
-    q_packed = np.einsum("hgtd,hde->hgte", q, basis.q_forward)
+    q_packed = q @ basis.q_forward[:, None]
     logits, values, packed = [], [], []
 
     def add(x, v, is_packed, seen):
@@ -304,21 +304,25 @@ def _attend_sequence(q, stored, b, basis, chunk):
         causal = start + np.arange(n) <= position[:, None]
         if (exactly[:, None] & causal).any():
             k, v = stored.exact[slot][:, :, :n]
-            add(np.einsum("hgtd,hnd->hgtn", q, k), v, False, exactly[:, None] & causal)
+            add(_dot(q, k), v, False, exactly[:, None] & causal)
         if (~exactly[:, None] & causal).any():
             (k, step), (v, _) = stored.read(page, 0), stored.read(page, 1)
             kappa = basis.kappa[:, {2: 0, 4: 1, 8: 2}[tier], {2: 0, 4: 1, 8: 2}[stored.bits_read(page, 0)]]
             noise = (kappa[:, None] * step**2)[:, None, None, :n]
-            x = np.einsum("hgtd,hnd->hgtn", q_packed, k[:, :n]) - (q_packed**2).sum(-1)[..., None] * noise / 2
-            v = np.einsum("hnd,hed->hne", v[:, :n], basis.v_forward) + basis.mean_v[:, None]
+            x = _dot(q_packed, k[:, :n]) - (q_packed**2).sum(-1)[..., None] * noise / 2
+            v = v[:, :n] @ basis.v_forward.swapaxes(1, 2) + basis.mean_v[:, None]
             add(x, v, True, ~exactly[:, None] & causal)
     if chunk is not None:
         k, v = chunk[0][b].astype(np.float64), chunk[1][b].astype(np.float64)
-        add(np.einsum("hgtd,hnd->hgtn", q, k), v, False, np.tri(tokens, dtype=bool))
+        add(_dot(q, k), v, False, np.tri(tokens, dtype=bool))
     x, packed = np.concatenate(logits, -1), np.concatenate(packed)
     lse, lse_packed = _lse(x), _lse(np.where(packed, x, -np.inf))
-    out = np.einsum("hgtn,hnd->hgtd", np.exp(x - lse[..., None]), np.concatenate(values, 1))
+    out = np.exp(x - lse[..., None]) @ np.concatenate(values, 1)[:, None]
     return out.reshape(n_q, tokens, dim).swapaxes(0, 1), lse_packed.reshape(n_q, -1), lse.reshape(n_q, -1)
+
+
+def _dot(q, k):
+    return q @ k[:, None].swapaxes(2, 3)
 
 
 def _lse(x):

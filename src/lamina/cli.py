@@ -1,5 +1,6 @@
 """The ``lamina`` command: one function a command, which only hands its options on and prints what comes back."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -276,5 +277,10 @@ def demo(
 
 
 def main() -> None:
-    """Entry point of the ``lamina`` command."""
+    """Entry point of the ``lamina`` command.
+
+    torch and numba each have a pool of OpenMP threads. Unless told otherwise, threads that wait give their core back:
+    where they spin, the two pools hold each other up as soon as anything else runs on the machine.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="lamina")

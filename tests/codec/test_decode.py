@@ -1,12 +1,12 @@
 """Reading stored pages, whole and with dropped planes; settings and their errors."""
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
 from lamina.codec import CodecConfig, ScaleRule, decode_pages, encode_pages
 from lamina.codec.page import decode_center, effective_step
 from lamina.errors import ConfigError, LaminaError

@@ -1,12 +1,12 @@
 """The 16-bit number formats, against frexp arithmetic."""
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
 from lamina.codec.numbers import from_scale16, round_bf16, round_scale16, to_scale16
 
 LARGEST = (2 - 2.0**-8) * 2.0**127

@@ -1,12 +1,12 @@
 """Stored codes, scales, midpoints, centers and gains against the float64 oracle."""
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
 from lamina.codec import EncodedPages, ScaleRule, encode_pages
 
 DIMS = (16, 64, 80, 96, 112, 128, 192, 256)
@@ -39,9 +39,7 @@ def centred(x: np.ndarray, e: EncodedPages, border: float) -> np.ndarray:
     return x - (codes * scale[..., None])[:, :, None]
 
 
-@pytest.mark.parametrize(
-    ("center", "dtype"), [(True, torch.float32), (False, torch.float32), (False, torch.float64)]
-)
+@pytest.mark.parametrize(("center", "dtype"), [(True, torch.float32), (False, torch.float32), (False, torch.float64)])
 @pytest.mark.parametrize("rule", list(ScaleRule))
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_pages_equal_the_oracle(bits: int, rule: ScaleRule, center: bool, dtype: torch.dtype) -> None:

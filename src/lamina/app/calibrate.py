@@ -108,7 +108,7 @@ def calibrate_on(
     """Calibrate a loaded model on mixed sources, with a progress bar; the digest covers all their documents."""
     sequences = mixed_sequences(sources, loaded.tokenizer, seq_len=seq_len, tokens=tokens, seed=seed)
     total = -(-tokens // seq_len) * seq_len
-    with screen.progress(f"Calibrating {loaded.name} on {total:,} tokens", total) as done:
+    with screen.progress(f"Calibrating on {total:,} tokens", total) as done:
         return calibrate(
             loaded.model,
             sequences,

@@ -159,9 +159,11 @@ def _answer(loaded: LoadedModel, profile: Profile, ids: Tensor, tokens: int, scr
     screen.show(f"\nlamina-int2 answers a prompt of {ids.shape[1]:,} tokens:\n")
     cache = LaminaCache(loaded.model, profile, tiers=2)
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=0)
-    done = generate_text(loaded, ids, cache, screen, max_new_tokens=tokens, sampling=sampling, on_text=screen.write)
+    done = generate_text(
+        loaded, ids, cache, max_new_tokens=tokens, sampling=sampling, on_text=screen.write, screen=screen
+    )
     screen.write("\n")
-    screen.show("\n" + report_on(done, cache, loaded).summary() + "\n")
+    screen.show("\n" + report_on(done, cache, loaded).summary() + ".\n")
 
 
 def _compare(
@@ -205,7 +207,7 @@ def _timed_row(loaded: LoadedModel, profile: Profile, arm: Arm, result: ArmResul
         cache = DynamicCache(config=model.config)
     else:
         cache = arm.cache(model, arm.profile(profile), WindowConfig())
-    timed: Generated = generate_text(loaded, ids, cache, Screen(), max_new_tokens=tokens, min_new_tokens=tokens)
+    timed: Generated = generate_text(loaded, ids, cache, max_new_tokens=tokens, min_new_tokens=tokens)
     bf16 = 4 * g.n_layers * g.n_kv_heads * g.head_dim * cache.get_seq_length()
     return DemoRow(
         name=arm.name,

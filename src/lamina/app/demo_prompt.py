@@ -8,11 +8,8 @@ from lamina.errors import DataError
 
 MIN_TOKENS = 1500
 # None of these is part of the default calibration text.
-MODULES = ("linecache", "getpass", "codeop", "filecmp", "rlcompleter", "tabnanny", "symtable", "glob", "secrets")
-QUESTION = (
-    "Above is part of the standard library of Python. Explain step by step, for a beginner, what each function does, "
-    "which of them call each other, and what could go wrong when they are used."
-)
+MODULES = ("secrets", "getpass", "linecache", "codeop", "rlcompleter", "filecmp", "tabnanny", "symtable", "glob")
+QUESTION = "What do these modules do, and when would I use them?"
 
 
 def built_in_prompt(count_tokens: Callable[[str], int], min_tokens: int = MIN_TOKENS) -> str:

@@ -148,10 +148,10 @@ def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool =
         loaded,
         ids,
         cache,
-        screen,
         max_new_tokens=request.max_new_tokens,
         sampling=request.sampling,
         on_text=screen.write if stream else None,
+        screen=screen,
     )
     if stream:
         screen.write("\n")
@@ -162,16 +162,20 @@ def generate_text(
     loaded: LoadedModel,
     ids: Tensor,
     cache: Cache,
-    screen: Screen,
     *,
     max_new_tokens: int,
     min_new_tokens: int = 0,
     sampling: Sampling = Sampling(),
     on_text: Callable[[str], Any] | None = None,
+    screen: Screen | None = None,
 ) -> Generated:
-    """Continue ``ids`` (int64 ``[1, T]``) with any cache of transformers' kind, handing text on as it comes."""
+    """Continue ``ids`` (int64 ``[1, T]``) with any cache of transformers' kind, handing text on as it comes.
+
+    Until the first token is there, ``screen`` shows that the prompt is being read.
+    """
     with ExitStack() as waiting:
-        waiting.enter_context(screen.working(f"Reading {ids.shape[1]:,} tokens of prompt"))
+        if screen is not None:
+            waiting.enter_context(screen.working(f"Reading {ids.shape[1]:,} tokens of prompt"))
         stream = _Stream(loaded.tokenizer, waiting.close, on_text or (lambda text: None))
         torch.manual_seed(sampling.seed)
         start = time.perf_counter()

@@ -1,5 +1,6 @@
 """Models, tokenizers and configurations by folder or Hugging Face name, without transformers' own bars and warnings."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,12 @@ def load_config(name: str, screen: Screen) -> Any:
     looks_like_path = name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name
     if looks_like_path and not Path(name).expanduser().is_dir():
         raise ConfigError(f"there is no model folder {name} (working directory {Path.cwd()}). Check the path.")
-    with screen.working(f"Looking for {name}"):
-        try:
-            return AutoConfig.from_pretrained(_where(name))
-        except LOADING_ERRORS as error:
-            raise _not_loaded(name, "configuration", error) from error
+    where = _where(name)
+    try:
+        with nullcontext() if Path(where).is_dir() else screen.working(f"Looking for {name}"):
+            return AutoConfig.from_pretrained(where)
+    except LOADING_ERRORS as error:
+        raise _not_loaded(name, "configuration", error) from error
 
 
 def load_model(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Remaining
 from rich.text import Text
 
@@ -65,7 +65,7 @@ class Screen:
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show a bar while something counts up to ``total``; yields the function to call with the count."""
-        with self._drawing(what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), Remaining()) as bar:
+        with self._drawing(what, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), Remaining()) as bar:
             task = bar.add_task(what, total=total)
             yield lambda done: bar.update(task, completed=done)
 

@@ -93,7 +93,7 @@ def make_transform(
     h = flat_orthogonal(head_dim)
     if name in (TransformName.OSCAR, TransformName.BALANCED):
         if moments is None:
-            raise ConfigError(f"transform {name!r} needs calibration moments; run `lamina calibrate` first")
+            raise ConfigError(f"transform '{name}' needs calibration moments; run `lamina calibrate` first")
         return _oscar(moments, h, per_head, target) if name is TransformName.OSCAR else _balanced(moments, h)
     basis = torch.eye(head_dim, dtype=torch.float64) if name is TransformName.IDENTITY else h
     basis = basis.expand(n_heads, -1, -1).clone()
