@@ -90,8 +90,10 @@ def _attend_sequence(
     row = torch.arange(PAGE_TOKENS, device=device)
     for sel in _blocks(exactly.any(0) & (stored > 0)):
         rows = view.exact[table[sel, EXACT].long()].permute(1, 2, 0, 3, 4).flatten(2, 3).float()
-        seen = (exactly[:, sel, None] & (row < stored[sel, None])).flatten(1)
-        exact.add(_masked(q, rows[0], seen), rows[1])
+        written = row < stored[sel, None]
+        seen = (exactly[:, sel, None] & written).flatten(1)
+        # Rows that were never written may hold NaN, which a weight of zero does not hide.
+        exact.add(_masked(q, rows[0], seen), rows[1].masked_fill(~written.flatten()[:, None], 0))
     for sel in _blocks(~exactly.all(0) & (stored > 0)):
         k, step = read_pages(view, ids[sel.cpu()].to(device), K)
         v, _ = read_pages(view, ids[sel.cpu()].to(device), V)

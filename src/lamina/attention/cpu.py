@@ -8,15 +8,12 @@ from lamina.attention.cpu_kernel import BFLOAT16, FLOAT16, FLOAT32, decode
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.pages.store import StoreView
 
-MAX_QUERIES = 8
-"""Query tokens up to which this path is used; longer chunks are faster as matrix products."""
-
 MIN_PAGES = 4
 EXACT_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOutput:
-    """Attend from the last T tokens of each sequence, T at most ``MAX_QUERIES``.
+    """Attend from the last T tokens of each sequence, a few at most.
 
     Parameters
     ----------

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from lamina.attention.blocked import attend_blocked
-from lamina.attention.cpu import MAX_QUERIES, attend_cpu
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.pages.store import StoreView
+
+CPU_KERNEL_QUERIES = 8
+"""Query tokens up to which the CPU kernel is used; longer chunks are faster as matrix products."""
 
 logger = logging.getLogger("lamina")
 _announced: set[str] = set()
@@ -28,7 +30,9 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
     chunk : (Tensor, Tensor)
         Rows ``[B, H, T, D]`` of these T tokens.
     """
-    if q_bhtd.device.type == "cpu" and q_bhtd.shape[2] <= MAX_QUERIES:
+    if q_bhtd.device.type == "cpu" and q_bhtd.shape[2] <= CPU_KERNEL_QUERIES:
+        from lamina.attention.cpu import attend_cpu
+
         return attend_cpu(q_bhtd, view, basis)
     if q_bhtd.device.type != "cpu":
         _announce_once(q_bhtd.device)
