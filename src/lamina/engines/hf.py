@@ -185,7 +185,9 @@ class LaminaCache(Cache):
         self.config = model.config.get_text_config(decoder=True)
         self.layers: list[Any] = []
         super().__init__(layers=[LaminaLayer(self, i) for i in range(geometry.n_layers)])
-        self.pager = attach_pager(self.budget, lambda: [layer.store for layer in self.layers if layer.store])
+        # A strong reference would leave the cache's tensors to the cycle collector.
+        weak = weakref.proxy(self)
+        self.pager = attach_pager(self.budget, lambda: [layer.store for layer in weak.layers if layer.store])
         model.set_attn_implementation(ATTENTION)
 
     def crop(self, tokens: int) -> None:

@@ -1,0 +1,226 @@
+"""Under a byte budget: planes go, least predicted loss first; never above the budget; an error loses nothing."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from helpers import (
+    EXACT,
+    FINE,
+    FINEST,
+    TIER,
+    check_slots,
+    generator,
+    layer_profile,
+    make_store,
+    oracle_basis,
+    page_contents,
+    random_rows,
+    relative_error,
+    storage_bytes,
+    stored,
+    without_exact,
+)  # fmt: skip
+from lamina.attention.blocked import attend_blocked
+from lamina.attention.cpu import attend_cpu
+from lamina.basis.encoder import PageEncoder
+from lamina.codec import CodecConfig
+from lamina.errors import MemoryBudgetError
+from lamina.pages import Budget, LayerStore, WindowConfig
+from lamina.pages.pager import Pager, attach_pager
+
+DIM, HEADS, LAYERS, BATCH = 32, 2, 3, 2
+TIERS = [(8, 8), (4, 8), (8, 4)]
+WINDOW = WindowConfig(64, 64, 64)
+Rows = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Cache:
+    """Three layers that share a budget, fed in step."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self.budget = Budget(max_bytes)
+        self.stores: list[LayerStore] = []
+        for i in range(LAYERS):
+            store, basis = make_store(
+                HEADS, DIM, tiers=TIERS[i], window=WINDOW, budget=self.budget, profile=layer_profile(HEADS, DIM, i)
+            )
+            self.stores.append(store)
+        self.basis = basis
+        self.pager: Pager = attach_pager(self.budget, lambda: self.stores)
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage_bytes(s) for s in self.stores)
+
+    def append(self, rows: Rows, start: int, end: int) -> None:
+        for store, (k, v) in zip(self.stores, rows):
+            store.append(k[:, :, start:end], v[:, :, start:end])
+
+    def candidates(self) -> list[tuple[float, int]]:
+        return [(loss, start) for s in self.stores for loss, start, _, _ in s.shed_candidates()]
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    """Rows of growing size, so that predicted losses differ from layer to layer and page to page."""
+    found = []
+    for i in range(LAYERS):
+        k, v = random_rows(BATCH, HEADS, 900, DIM, seed=i)
+        found.append((k * (1 + i), v * torch.linspace(0.5, 2, 900)[:, None]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def sizes(rows: Rows) -> tuple[int, int]:
+    """Bytes at 900 tokens with no plane shed, and with all of them shed."""
+    cache = Cache(None)
+    for at in range(0, 900, 60):
+        cache.append(rows, at, at + 60)
+    full = cache.bytes
+    for store in cache.stores:
+        for _ in range(2):
+            for *_, page, side in store.shed_candidates():
+                store.shed(page, side)
+        store.compact()
+    assert not cache.candidates()
+    return full, cache.bytes
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.98])
+@pytest.mark.parametrize("chunk", [1, 60])
+def test_the_budget_holds_at_every_step(rows: Rows, sizes: tuple[int, int], share: float, chunk: int) -> None:
+    full, least = sizes
+    cache = Cache(int(least + share * (full - least)) + 40_000)
+    planes: dict[Any, Any] = {}
+    for at in range(0, 900, chunk):
+        cache.append(rows, at, min(900, at + chunk))
+        assert cache.bytes <= cache.budget.max_bytes
+        assert sum(sum(s.memory().values()) for s in cache.stores) == cache.bytes == cache.budget.used
+        for i, store in enumerate(cache.stores):
+            for page in (p for s in store.sequences for p in s.pages):
+                row = store.table[page].tolist()
+                left = sum(x >= 0 for x in row[FINE:EXACT])
+                assert row[TIER : TIER + 2] in ([0, 0], list(TIERS[i]))
+                assert left <= planes.get((i, page), 99), "a plane never comes back"
+                if row[TIER]:
+                    planes[i, page] = left
+    assert cache.pager.planes_shed > 0 or share > 0.9
+    for store in cache.stores:
+        check_slots(store)
+
+
+def test_the_least_loss_goes_first_and_nothing_more_than_needed(rows: Rows, sizes: tuple[int, int]) -> None:
+    full, least = sizes
+    cache = Cache((full + least) // 2)
+    order: list[float] = []
+    for store in cache.stores:
+
+        def shed(page: int, side: int, store: LayerStore = store, drop: Any = store.shed) -> int:
+            candidate = store.shed_candidate(page, side)
+            assert candidate == min(cache.candidates())
+            assert candidate is not None
+            order.append(candidate[0])
+            return drop(page, side)
+
+        store.shed = shed  # type: ignore[method-assign]
+    for at in range(0, 900, 60):
+        cache.append(rows, at, at + 60)
+    assert len(order) == cache.pager.planes_shed > 20
+    assert len({round(x, 9) for x in order}) > 20
+    # one plane is at most two slots, so the last round may not have freed more than that beyond what was short
+    assert cache.budget.max_bytes is not None
+    assert cache.budget.max_bytes - cache.bytes < sum(2 * s.slabs.slot_bytes + s.exact.slot_bytes for s in cache.stores)
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 8), (4, 4), (2, 2)])
+def test_predicted_losses(bits: tuple[int, int]) -> None:
+    """K: half the variance that the dropped bits add to a logit. V: their error relative to the rows' energy."""
+    profile = layer_profile(HEADS, DIM, seed=4)
+    encoder = PageEncoder(profile, CodecConfig(), DIM**-0.5, "cpu")
+    k, v = random_rows(3, HEADS, 64, DIM)
+    pages = encoder.encode(k, v, *bits)
+    loss = encoder.shed_loss(*pages).numpy()
+    t = profile.transform
+    targets = k @ t.k_forward, (v - t.mean_v[:, None]) @ t.v_forward
+    for side, (e, x, weight) in enumerate(
+        zip(pages, targets, (profile.q_energy / DIM / 2, DIM / profile.v_energy), strict=True)
+    ):
+        x = x.double().numpy()
+        if e.center is not None:
+            x = x - (e.center.double().numpy() * oracle.read_scale16(e.center_scale.numpy())[..., None])[:, :, None]
+        codes = oracle.unpack([s.numpy() for s in e.slabs])
+        scale, mid = oracle.read_scale16(e.scale.numpy()), oracle.read_bf16(e.mid.view(torch.int16).numpy())
+        full = ((x - oracle.decode(codes, scale, mid, e.bits, e.bits)) ** 2).mean((-1, -2))
+        for i, read in enumerate((2, 4)):
+            expected = np.zeros(3)
+            if read < e.bits:
+                gain = oracle.read_scale16(e.gain.numpy())[..., i, None]
+                cut = oracle.decode(codes >> (e.bits - read), scale, mid, read, read, gain * 2.0 ** (e.bits - read))
+                expected = ((((x - cut) ** 2).mean((-1, -2)) - full) * weight.numpy()).mean(1)
+            np.testing.assert_allclose(loss[:, side, i], expected, rtol=1e-3)
+
+
+def test_shed_pages_are_still_read_right(rows: Rows, sizes: tuple[int, int]) -> None:
+    cache = Cache(int(0.7 * sizes[1] + 0.3 * sizes[0]))
+    for at in range(0, 900, 60):
+        cache.append(rows, at, at + 60)
+    store = cache.stores[-1]
+    planes = (store.table[store.sequences[0].pages][:, [FINE, FINE + 1, FINEST, FINEST + 2]] >= 0).tolist()
+    assert len({tuple(x) for x in planes}) > 2, "pages of several depths"
+    q = torch.randn(BATCH, 4, 8, DIM, generator=generator(0))
+    chunk = tuple(x[:, :, -8:] for x in rows[-1])
+    expected = oracle.attend(q.numpy(), stored(store.view()), oracle_basis(cache.basis))[0]
+    assert relative_error(attend_cpu(q, store.view(), cache.basis).out.numpy(), expected) < 2e-3
+    expected = oracle.attend(q.numpy(), stored(store.view()), oracle_basis(cache.basis), [x.numpy() for x in chunk])[0]
+    blocked = attend_blocked(q, store.view(), cache.basis, chunk)  # type: ignore[arg-type]
+    assert relative_error(blocked.out.numpy(), expected) < 2e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 60])
+def test_an_error_means_that_nothing_is_left_to_shed(rows: Rows, sizes: tuple[int, int], chunk: int) -> None:
+    """The message says so; giving up earlier would fail requests that fit."""
+    least = sizes[1]
+    for max_bytes in range(least // 3, least * 3 // 4, least // 12):
+        cache = Cache(max_bytes)
+        with pytest.raises(MemoryBudgetError, match="every plane that may be shed is gone"):
+            for at in range(0, 900, chunk):
+                cache.append(rows, at, min(900, at + chunk))
+        assert not cache.candidates(), f"max_bytes={max_bytes}"
+
+
+def test_after_an_error_the_store_is_as_before_and_usable(rows: Rows) -> None:
+    """One layer, so that the error cannot leave layers of different lengths."""
+    k, v = rows[0]
+    budget = Budget(200_000)
+    store, _ = make_store(HEADS, DIM, tiers=(8, 8), window=WINDOW, budget=budget)
+    attach_pager(budget, lambda: [store])
+    at = 0
+    with pytest.raises(MemoryBudgetError, match=r"max_bytes=200,000 is too small: \d{3},\d{3} bytes are needed now"):
+        while True:
+            before = [page_contents(store, b) for b in range(BATCH)] if at else []
+            store.append(k[:, :, at : at + 40], v[:, :, at : at + 40])
+            at += 40
+    assert at > 90 and [s.length for s in store.sequences] == [at] * BATCH
+    check_slots(store)
+    assert storage_bytes(store) == budget.used <= 200_000
+    for b in range(BATCH):
+        now = page_contents(store, b)
+        for x, y in zip(without_exact(now), without_exact(before[b]), strict=True):
+            assert {**x, "slabs": []} == {**y, "slabs": []}
+            for left, had in zip(x.get("slabs", []), y.get("slabs", [])):
+                assert left == had[: len(left)], "planes may be gone, the least significant first"
+    store.crop(at - 70)
+    store.append(k[:, :, at - 70 : at - 30], v[:, :, at - 70 : at - 30])
+    assert store.sequences[0].length == at - 30
+
+
+def test_a_budget_too_small_for_the_first_page_says_so(rows: Rows) -> None:
+    k, v = rows[0]
+    store, _ = make_store(HEADS, DIM, budget=Budget(1000))
+    with pytest.raises(MemoryBudgetError, match=r"max_bytes=1,000 is too small.*raise max_bytes, or use fewer tokens"):
+        store.append(k[:, :, :1], v[:, :, :1])
+    assert storage_bytes(store) == 0
