@@ -28,17 +28,18 @@ def test_learns_a_profile_from_two_sources(tiny, lamina, tmp_path, text_file):
     assert "Calibrating" in result.stderr
 
 
-def test_prints_what_was_learnt(tiny, lamina, tmp_path):
+def test_prints_what_was_learnt(tiny, lamina, tmp_path, text_file):
     out = tmp_path / "p.safetensors"
-    result = lamina("calibrate", tiny.model, "-o", out, *SHORT, "--transform", "oscar")
+    result = lamina("calibrate", tiny.model, "-o", out, *SHORT, "--data", text_file, "--transform", "oscar")
     assert result.exit_code == 0, result.output
-    for part in (str(out), "1,000", "random, up to 4,096", "oscar", "default"):
+    for part in (str(out), "1,000", "random, up to 4,096", "oscar", str(text_file)):
         assert part in result.stdout
 
 
 def test_the_seed_changes_the_profile(tiny, lamina, tmp_path, text_file):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert lamina("calibrate", tiny.model, "-o", tmp_path / name, *SHORT, "--seed", seed).exit_code == 0
+        args = ("--data", text_file, *SHORT, "--seed", seed)
+        assert lamina("calibrate", tiny.model, "-o", tmp_path / name, *args).exit_code == 0
     first, again, other = ((tmp_path / name).read_bytes() for name in "abc")
     assert first == again != other
 
@@ -50,8 +51,8 @@ def test_says_when_there_is_too_little_text(tiny, lamina, tmp_path, text_file):
     assert "of the 1,000,000 tokens asked for" in result.stderr
 
 
-def test_says_why_positions_do_not_move(other, lamina, tmp_path):
-    args = ("--tokens", 512, "--seq-len", 128)
+def test_says_why_positions_do_not_move(other, lamina, tmp_path, text_file):
+    args = ("--data", text_file, "--tokens", 512, "--seq-len", 128)
     result = lamina("calibrate", other.model, "-o", tmp_path / "p", *args, "--json")
     assert result.exit_code == 0, result.output
     assert "no room to move" in json.loads(result.stdout)["positions"]
@@ -70,9 +71,9 @@ def test_says_why_positions_do_not_move(other, lamina, tmp_path):
         (("--max-context", "1000"), "2048 --max-context"),
     ],
 )
-def test_wrong_settings(tiny, refused, tmp_path, args, words):
-    refused("calibrate", tiny.model, "-o", tmp_path / "p", *args, words=words)
-    assert list(tmp_path.iterdir()) == []
+def test_wrong_settings(tiny, refused, tmp_path, text_file, args, words):
+    refused("calibrate", tiny.model, "-o", tmp_path / "p", "--data", text_file, *args, words=words)
+    assert list(tmp_path.iterdir()) == [text_file]
 
 
 def test_wrong_model(refused, tmp_path):

@@ -24,7 +24,7 @@ def test_bytes(text, expected):
 
 @pytest.mark.parametrize("text", ["", "G", "0", "0.1", "-1G", "12iB", "1P", "1e9", "24 G free", "nan"])
 def test_bad_bytes(text):
-    with pytest.raises(ConfigError, match="--memory is .*24G"):
+    with pytest.raises(ConfigError, match=r"--memory is .*24G"):
         parse_bytes(text, "--memory")
 
 

@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from lamina.app import demo, demo_prompt
 from lamina.app.demo import DEMO_ARMS, Effort, python_lines
@@ -9,13 +8,13 @@ from lamina.app.screen import Screen
 from lamina.basis.text import load_documents
 from lamina.errors import DataError
 
-SMALL = Effort(calibration=600, fidelity=512, seq_len=256, answer=6, timed=4)
+SMALL = Effort(calibration=600, fidelity=512, seq_len=512, answer=6, timed=4)
 
 
 @pytest.fixture(autouse=True)
 def small_and_isolated(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "FULL", SMALL)
-    monkeypatch.setattr(demo, "QUICK", Effort(300, 256, 256, 3, 4))
+    monkeypatch.setattr(demo, "QUICK", Effort(300, 512, 512, 3, 4))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -26,7 +25,7 @@ def profiles(tmp_path):
 def test_the_whole_demo_and_its_profile_the_next_time(tiny, lamina, tmp_path):
     result = lamina("demo", "--model", tiny.model)
     assert result.exit_code == 0, result.output
-    assert "Calibrating on 768 tokens" in result.stderr
+    assert "Calibrating on 1,024 tokens" in result.stderr
     (profile,) = profiles(tmp_path)
     for part in (*DEMO_ARMS, "lamina-int2 answers a prompt of", str(profile), "LaminaCache(model", "The demo took"):
         assert part in result.stdout
@@ -38,11 +37,12 @@ def test_the_whole_demo_and_its_profile_the_next_time(tiny, lamina, tmp_path):
     assert len(profiles(tmp_path)) == 2
 
 
-def test_a_damaged_profile_is_made_again(tiny, lamina, tmp_path):
-    assert lamina("demo", "--model", tiny.model, "--quick").exit_code == 0
+def test_a_damaged_profile_is_made_again(tiny, lamina, tmp_path, text_file):
+    args = ("demo", "--model", tiny.model, "--quick", "--data", text_file)
+    assert lamina(*args).exit_code == 0
     (profile,) = profiles(tmp_path)
     profile.write_bytes(b"junk")
-    result = lamina("demo", "--model", tiny.model, "--quick")
+    result = lamina(*args)
     assert result.exit_code == 0, result.output
     assert "Calibrating again" in result.stderr
     assert profile.stat().st_size > 1000
@@ -59,15 +59,15 @@ def test_own_prompt_data_and_length(tiny, lamina, tmp_path, text_file):
     assert f"({text_file})" in result.stdout
 
 
-def test_without_a_model_the_small_one_is_fetched(tiny, lamina, monkeypatch):
+def test_without_a_model_the_small_one_is_fetched(tiny, lamina, monkeypatch, text_file):
     monkeypatch.setattr(demo, "fetch_small_model", lambda folder, progress: progress("Downloading") or tiny.model)
-    result = lamina("demo", "--quick")
+    result = lamina("demo", "--quick", "--data", text_file)
     assert result.exit_code == 0, result.output
     assert "Downloading" in result.stderr
 
 
-def test_rows_are_those_of_the_arms(tiny):
-    rows = demo.run_demo(demo.DemoRequest(tiny.model, quick=True), Screen())
+def test_rows_are_those_of_the_arms(tiny, text_file):
+    rows = demo.run_demo(demo.DemoRequest(tiny.model, data=(str(text_file),), quick=True), Screen())
     assert [row.name for row in rows] == list(DEMO_ARMS)
     named = {row.name: row for row in rows}
     assert named["bf16"].kv_bytes == named["bf16"].kv_bytes_bf16
@@ -110,17 +110,15 @@ def test_without_source_text_there_is_no_built_in_prompt(monkeypatch):
         (("--data", "missing.txt"), "no file missing.txt"),
     ],
 )
-def test_wrong_settings(tiny, refused, args, words):
-    refused("demo", "--model", tiny.model, *args, words=words)
+def test_wrong_settings(tiny, refused, args, words, text_file):
+    refused("demo", "--model", tiny.model, "--data", text_file, *args, words=words)
 
 
-def test_wrong_models(other, refused, tmp_path):
-    refused("demo", "--model", tmp_path / "none", words="no model folder")
-    refused("demo", "--model", other.model, words="exceed 128 positions")
+def test_wrong_models(other, refused, tmp_path, text_file):
+    refused("demo", "--data", text_file, "--model", tmp_path / "none", words="no model folder")
+    refused("demo", "--data", text_file, "--model", other.model, words="exceed 128 positions")
 
 
 def test_a_text_of_one_document_cannot_be_held_out(tiny, refused, tmp_path):
     (tmp_path / "short.txt").write_text("hello")
     refused("demo", "--model", tiny.model, "--data", tmp_path / "short.txt", words="one document")
-
-

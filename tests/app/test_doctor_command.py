@@ -28,7 +28,9 @@ def test_this_machine_works():
 def test_table(lamina):
     result = lamina("doctor")
     assert result.exit_code == 0, result.output
-    assert all(name in result.stdout for name in (*CORE, "cuda", "triton", "gguf", "datasets", "cache folder", "memory"))
+    assert all(
+        name in result.stdout for name in (*CORE, "cuda", "triton", "gguf", "datasets", "cache folder", "memory")
+    )
 
 
 def test_json(lamina):

@@ -17,7 +17,7 @@ KEYS = {
 def fidelity(tiny, lamina, text_file):
     def run(*args, text=text_file, profile=tiny.profile):
         base = ("fidelity", "--model", tiny.model, "--profile", profile, "--text", text)
-        return lamina(*base, "--seq-len", 704, "--max-tokens", 1500, *args)
+        return lamina(*base, "--seq-len", 448, "--max-tokens", 900, *args)
 
     return run
 
@@ -27,14 +27,14 @@ def test_json_on_stdout(tiny, fidelity, text_file):
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert set(report) == {"model", "text", "tokens", "arms"}
-    assert (report["model"], report["text"], report["tokens"]) == (tiny.model, str(text_file), 1408)
+    assert (report["model"], report["text"], report["tokens"]) == (tiny.model, str(text_file), 896)
     assert [arm["name"] for arm in report["arms"]] == ["bf16", "lamina-int2", "kivi-int2"]
     assert all(set(arm) == KEYS for arm in report["arms"])
     assert [arm["simulated"] for arm in report["arms"]] == [False, False, True]
     bf16, lamina, _ = report["arms"]
     assert bf16["kl_mean"] < lamina["kl_mean"]
-    assert lamina["bits_history"] < 4
-    assert "Measuring 3 arms on 1,408 tokens" in result.stderr
+    assert 2 < lamina["bits_history"] < 5
+    assert "Measuring 3 arms on 896 tokens" in result.stderr
 
 
 def test_table_and_json_file(fidelity, tmp_path):
@@ -59,7 +59,7 @@ def test_warns_when_the_text_is_that_of_the_calibration(tiny, fidelity, tmp_path
     profile = Profile.load(tiny.profile)
     profile.info["data_digest"] = digest(evaluation_source(str(text_file)).documents)
     profile.save(tmp_path / "same")
-    args = ("--arms", "lamina-int2", "--max-tokens", 704)
+    args = ("--arms", "lamina-int2", "--max-tokens", 448)
     assert "flatter" in fidelity(*args, profile=tmp_path / "same").stderr
     assert "flatter" not in fidelity(*args).stderr
 

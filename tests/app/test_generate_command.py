@@ -102,15 +102,19 @@ def test_wrong_settings(tiny, refused, args, words):
 
 
 def test_wrong_profile(tiny, other, refused, tmp_path):
-    refused("generate", other.model, "--profile", tiny.profile, "--prompt", "a", words="does not fit this model layers")
-    refused("generate", tiny.model, "--profile", tmp_path / "none", "--prompt", "a", words="no profile lamina calibrate")
     (tmp_path / "junk").write_bytes(b"not a profile")
-    refused("generate", tiny.model, "--profile", tmp_path / "junk", "--prompt", "a", words="cannot be read")
+    for model, profile, words in (
+        (other.model, tiny.profile, "does not fit this model layers"),
+        (tiny.model, tmp_path / "none", "no profile lamina calibrate"),
+        (tiny.model, tmp_path / "junk", "cannot be read"),
+    ):
+        refused("generate", model, "--profile", profile, "--prompt", "a", words=words)
 
 
-def test_chat_without_a_template(other, lamina, refused, tmp_path):
+def test_chat_without_a_template(other, lamina, refused, tmp_path, text_file):
     profile = tmp_path / "p"
-    assert lamina("calibrate", other.model, "-o", profile, "--tokens", 512, "--seq-len", 128).exit_code == 0
+    args = ("--data", text_file, "--tokens", 512, "--seq-len", 128)
+    assert lamina("calibrate", other.model, "-o", profile, *args).exit_code == 0
     args = ("generate", other.model, "--profile", profile, "--prompt", "a", "--max-new-tokens", 1)
     refused(*args, "--chat", words="no chat template --no-chat")
     assert json.loads(lamina(*args, "--json").stdout)["prompt_tokens"] == 1

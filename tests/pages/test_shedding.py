@@ -108,7 +108,7 @@ def test_the_budget_holds_at_every_step(rows: Rows, sizes: tuple[int, int], shar
                 assert left <= planes.get((i, page), 99), "a plane never comes back"
                 if row[TIER]:
                     planes[i, page] = left
-    assert cache.pager.planes_shed > 0 or share > 0.9
+    assert cache.pager.planes_shed > 0 or share > 0.5
     for store in cache.stores:
         check_slots(store)
 

@@ -216,7 +216,7 @@ def _timed_row(loaded: LoadedModel, profile: Profile, arm: Arm, result: ArmResul
         kv_bytes_bf16=bf16,
         kl_mean=result.kl_mean,
         top1=result.top1,
-        tokens_per_second=timed.tokens_per_second or float("nan"),
+        tokens_per_second=timed.undisturbed_tokens_per_second or float("nan"),
     )
 
 
@@ -234,7 +234,7 @@ def _explain(loaded: LoadedModel, path: Path, prompt_tokens: int, held: Sequence
         f"{limit:,} tokens, lamina-int2 takes {format_bytes(packed)} against "
         f"{format_bytes(plain)} ({packed / plain:.0%}).",
         f"bf16 is measured with keys and values rounded to bfloat16; its speed is that of transformers' DynamicCache "
-        f"in {dtype}.",
+        f"in {dtype}. tok/s is of the median step.",
         f"KL and top-1 are of every {HELD_OUT_EVERY}th document of the text ({names}), which calibration did not see.",
         f"\nThe profile is {path}. To use it in Python:\n",
         *(f"    {line}" for line in python_lines(loaded, path)),

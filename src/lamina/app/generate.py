@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -70,13 +72,23 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generated:
-    """A finished text and how long it took; ``tokens_per_second`` is of decoding, None if too few tokens."""
+    """A finished text and how long it took; ``step_seconds`` are of the decode steps that count, see UNTIMED_STEPS."""
 
     text: str
     prompt_tokens: int
     tokens: int
     prefill_seconds: float
-    tokens_per_second: float | None
+    step_seconds: list[float]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Mean speed of decoding; None if too few tokens were written to tell."""
+        return len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def undisturbed_tokens_per_second(self) -> float | None:
+        """Speed of the median step, which a busy moment of the machine does not change."""
+        return 1 / median(self.step_seconds) if self.step_seconds else None
 
 
 @dataclass(frozen=True)
@@ -191,13 +203,12 @@ def generate_text(
             **sampling.options(),
         )
     times = stream.times
-    timed = times[UNTIMED_STEPS:]
     return Generated(
         text="".join(stream.pieces),
         prompt_tokens=ids.shape[1],
         tokens=len(times),
         prefill_seconds=times[0] - start,
-        tokens_per_second=(len(timed) - 1) / (timed[-1] - timed[0]) if len(timed) > 1 else None,
+        step_seconds=[after - before for before, after in pairwise(times[UNTIMED_STEPS:])],
     )
 
 
@@ -206,7 +217,11 @@ def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel) -> Gener
     bits = cache.bits()
     g = loaded.geometry
     return GenerationReport(
-        **asdict(done),
+        text=done.text,
+        prompt_tokens=done.prompt_tokens,
+        tokens=done.tokens,
+        prefill_seconds=done.prefill_seconds,
+        tokens_per_second=done.tokens_per_second,
         bits_history=bits["history"],
         bits_at_context=bits["context"],
         kv_bytes=sum(cache.memory().values()),

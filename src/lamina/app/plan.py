@@ -142,9 +142,9 @@ def sequence_bytes(
 ) -> int:
     """Bytes of the cache of one sequence, all told: pages, planes, exact windows with roll-back, tables.
 
-    What a :class:`lamina.engines.hf.LaminaCache` allocates while it decodes, except that its pools grow in steps: the
-    cache holds at most 1/32 more, and up to one window of exact rows more after a prompt fed in chunks longer than a
-    page.
+    What a :class:`lamina.engines.hf.LaminaCache` allocates while it decodes. Its pools grow in steps, by at most 1/32
+    of this; and while a chunk of prompt is read, exact rows of as many pages as it touches are there as well, though
+    never more than one recent window.
 
     Parameters
     ----------
