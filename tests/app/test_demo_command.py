@@ -119,6 +119,11 @@ def test_wrong_models(other, refused, tmp_path, text_file):
     refused("demo", "--data", text_file, "--model", other.model, words="exceed 128 positions")
 
 
+def test_a_cache_folder_that_cannot_be_written(tiny, refused, tmp_path, text_file):
+    (tmp_path / "cache").write_text("")
+    refused("demo", "--data", text_file, "--model", tiny.model, words="cannot write XDG_CACHE_HOME")
+
+
 def test_a_text_of_one_document_cannot_be_held_out(tiny, refused, tmp_path):
     (tmp_path / "short.txt").write_text("hello")
     refused("demo", "--model", tiny.model, "--data", tmp_path / "short.txt", words="one document")

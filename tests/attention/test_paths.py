@@ -1,8 +1,10 @@
 """Every attention path against the oracle, which decodes the store's own bytes; every position of a sequence."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -44,7 +46,6 @@ class Case:
     tiers: tuple[tuple[int, int], ...] = ((2, 2),)
     window: tuple[int, int, int] = (64, 64, 0)
     dtype: torch.dtype = torch.float32
-    chunk: int = 129
     codec: CodecConfig = field(default_factory=CodecConfig)
     shed: int = 0
     tokens: int = 400
@@ -52,13 +53,13 @@ class Case:
 
 CASES = [
     *(Case(f"k{k}v{v}", tiers=((k, v),), dim=16 + 16 * (i % 4), group=1 + i) for i, (k, v) in enumerate(MIXED)),
-    Case("mixed-batch", chunk=64, batch=3, heads=1, group=3, tiers=MIXED, dim=16),
+    Case("mixed-batch", batch=3, heads=1, group=3, tiers=MIXED, dim=16),
     Case("mixed-shed", heads=3, group=1, dim=80, tiers=((8, 8), (4, 8), (8, 4), (4, 4)), shed=7),
-    Case("all-shed", chunk=64, dim=16, group=5, tiers=((8, 8),), shed=99),
+    Case("all-shed", dim=16, group=5, tiers=((8, 8),), shed=99),
     Case("wide", heads=1, group=9, dim=256, tiers=((4, 2),)),
-    Case("no-windows", chunk=64, window=(0, 0, 0), tiers=MIXED, dim=48),
-    Case("long-windows", chunk=300, window=(128, 128, 64), tiers=MIXED, dim=32, tokens=520),
-    Case("bf16", chunk=300, dtype=torch.bfloat16, batch=2, tiers=MIXED),
+    Case("no-windows", window=(0, 0, 0), tiers=MIXED, dim=48),
+    Case("long-windows", window=(128, 128, 64), tiers=MIXED, dim=32, tokens=520),
+    Case("bf16", dtype=torch.bfloat16, batch=2, tiers=MIXED),
     Case("fp16", dtype=torch.float16, tiers=MIXED, dim=96),
     Case("uncentred", codec=CodecConfig(center=False), tiers=MIXED, dim=112),
     Case("clip", codec=CodecConfig(rule="clip"), tiers=MIXED),  # type: ignore[arg-type]
@@ -125,11 +126,12 @@ def test_decode_at_every_position(case: Case) -> None:
 
 
 @matrix
-def test_prefill_at_every_position(case: Case) -> None:
+@pytest.mark.parametrize("chunk", [64, 129, 300])
+def test_prefill_at_every_position(case: Case, chunk: int) -> None:
     """Chunks attend to themselves exactly and to older rows as they are stored."""
     store, basis, q, k, v = build(case)
-    for at in range(0, case.tokens, case.chunk):
-        end = min(case.tokens, at + case.chunk)
+    for at in range(0, case.tokens, chunk):
+        end = min(case.tokens, at + chunk)
         rows = k[:, :, at:end], v[:, :, at:end]
         store.append(*rows)
         shed_some(store, case.shed)
@@ -138,6 +140,28 @@ def test_prefill_at_every_position(case: Case) -> None:
             q_now.numpy(), stored(view), oracle_basis(basis), tuple(x.double().numpy() for x in rows)
         )
         check(attend_blocked(q_now, view, basis, rows), expected, TOLERANCE["blocked"])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    if os.cpu_count() == 1:
+        pytest.skip("this machine has one core")
+    torch.set_num_threads(2)
+    numba.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_pages_split_over_threads(tokens: int) -> None:
+    """Few items and many pages: each thread takes a share of the pages, exact and packed ones in any split."""
+    store, basis, q, k, v = build(Case("threads", heads=1, dim=16, tiers=MIXED, tokens=1500, window=(64, 128, 0)))
+    fill(store, k, v, chunk=128)
+    q_now = q[:, :, -tokens:]
+    expected = oracle.attend(q_now.numpy(), stored(store.view()), oracle_basis(basis))
+    check(attend_cpu(q_now, store.view(), basis), expected, TOLERANCE["cpu"])
 
 
 def test_the_reference_takes_chunks_too() -> None:

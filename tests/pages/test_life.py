@@ -82,8 +82,8 @@ def test_exact_planes_are_kept_as_long_as_needed_and_no_longer(window: tuple[int
     check_slots(store)
 
 
-@pytest.mark.parametrize("length", [64 * 7, 64 * 7 + 1, 64 * 8 - 1])
-@pytest.mark.parametrize("crop", [1, 2, 63, 64])
+@pytest.mark.parametrize("length", [64 * 7, 64 * 7 + 1, 64 * 7 + 37, 64 * 8 - 1])
+@pytest.mark.parametrize("crop", [1, 2, 37, 63, 64])
 def test_a_rollback_equals_a_fresh_run(length: int, crop: int) -> None:
     """Rejected draft tokens leave no trace: bytes, exact rows and attention."""
     k, v = rows(length)

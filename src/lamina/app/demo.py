@@ -36,7 +36,7 @@ from lamina.basis.calibrate import CalibrationConfig
 from lamina.basis.profile import Profile
 from lamina.basis.text import digest, token_sequences
 from lamina.engines.hf import LaminaCache, cache_kwarg
-from lamina.errors import ProfileError
+from lamina.errors import ConfigError, ProfileError
 from lamina.eval.arms import ARMS, Arm
 from lamina.eval.fidelity import ArmResult, measure_fidelity
 from lamina.pages import WindowConfig
@@ -140,7 +140,12 @@ def _demo_profile(
         except ProfileError as error:
             screen.warn(f"Calibrating again: {error}")
     profile = calibrate_on(loaded, sources, CalibrationConfig(), seq_len=seq_len, tokens=tokens, seed=0, screen=screen)
-    profile.save(path)
+    try:
+        profile.save(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error}. Set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
     return profile, path
 
 

@@ -16,8 +16,6 @@ from lamina.eval.arms import parse_arms
 from lamina.eval.fidelity import ArmResult, as_json, measure_fidelity
 from lamina.pages import WindowConfig
 
-DEFAULT_ARMS = "bf16,naive-int2,oscar-int2,lamina-int2,lamina-k4v2,lamina-int4"
-
 
 @dataclass(frozen=True)
 class FidelityRequest:
@@ -25,7 +23,7 @@ class FidelityRequest:
 
     model: str
     profile: Path
-    arms: str = DEFAULT_ARMS
+    arms: str
     text: str = "default"
     field: str | None = None
     seq_len: int = 2048

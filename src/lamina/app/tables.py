@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from lamina.app.fidelity import FidelityReport
     from lamina.app.plan import Plan
 
+_BOX = box.SIMPLE_HEAD
 ENGINE_ROWS = ("bf16", "fp8")
-_STATUS_STYLES = {"ok": "green", "limited": "yellow", "missing": "red"}
+_STATE_STYLES = {"ok": "green", "limited": "yellow", "missing": "yellow"}
 
 
 def calibration_table(report: "CalibrationReport") -> Table:
@@ -43,20 +44,20 @@ def fidelity_table(report: "FidelityReport") -> Table:
     title = f"{report.model} on {report.text}: {report.tokens:,} tokens in sequences of {report.seq_len:,}, "
     share = report.position_offset / report.max_positions
     title += f"from position {report.position_offset:,} ({share:.0%} of the model's {report.max_positions:,})"
-    table = _table(
-        title, "arm", ("bits", "at context", "KL mean", "median", "99 %", "top-1", "ppl", "KV cache", "of bf16")
-    )
+    table = _table(title, "arm", ("bits", "in all", "KL", "median", "99 %", "top-1", "ppl", "KV cache"))
     for arm in report.arms:
         table.add_row(
-            arm.name + (" (simulated)" if arm.simulated else ""),
+            arm.name + ("*" if arm.simulated else ""),
             _bits(arm.bits_history),
             _bits(arm.bits_at_context),
             *(_kl(x) for x in (arm.kl_mean, arm.kl_median, arm.kl_p99)),
             f"{arm.top1:.1%}",
             f"{arm.ppl:.2f}",
             _bytes(arm.kv_bytes),
-            f"{arm.kv_bytes / arm.kv_bytes_bf16:.0%}",
         )
+    table.caption = "bits of packed tokens, and in all with windows and tables; mean KL in nats"
+    if any(arm.simulated for arm in report.arms):
+        table.caption += "\n* simulated: rows are quantised and dequantised again, not stored"
     return table
 
 
@@ -100,20 +101,21 @@ def plan_table(plan: "Plan") -> Table:
 
 def doctor_table(checks: Sequence["Check"]) -> Table:
     """One row a check: state, what was found, and what to do about it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=_BOX, pad_edge=False)
     for name in ("", "state", "found", "what to do"):
         table.add_column(name, overflow="fold")
     for check in checks:
-        state = Text(check.state, style=_STATUS_STYLES[check.state])
+        style = "red" if check.core and check.state == "missing" else _STATE_STYLES[check.state]
+        state = Text(check.state, style=style)
         table.add_row(Text(check.name, style="bold"), state, Text(check.found), Text(check.fix))
     return table
 
 
 def _table(title: str, first: str, others: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", caption_justify="left", box=_BOX, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
     for name in others:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=len(name) <= 10)
     return table
 
 
@@ -122,7 +124,9 @@ def _bits(value: float) -> str:
 
 
 def _kl(value: float) -> str:
-    return f"{value:.4f}" if value >= 1e-4 or value == 0 else f"{value:.0e}"
+    if 0 < value < 1e-4:
+        return f"{value:.0e}"
+    return f"{value:.4f}" if value < 10 else f"{value:.3f}"
 
 
 def _bytes(value: float) -> str:
