@@ -18,7 +18,6 @@ from lamina.app.calibrate import calibrate_on
 from lamina.app.data import HELD_OUT_EVERY, Source, read_sources, split
 from lamina.app.demo_prompt import built_in_prompt
 from lamina.app.generate import (
-    Generated,
     Sampling,
     check_room,
     encode_prompt,
@@ -30,9 +29,11 @@ from lamina.app.loading import LoadedModel, load_model
 from lamina.app.plan import sequence_bytes
 from lamina.app.screen import Screen
 from lamina.app.small_model import default_cache_dir, fetch_small_model
+from lamina.app.speed import UNTIMED_STEPS, decode_speeds
 from lamina.app.tables import demo_table
 from lamina.app.values import format_bytes
 from lamina.basis.calibrate import CalibrationConfig
+from lamina.basis.geometry import ModelGeometry
 from lamina.basis.profile import Profile
 from lamina.basis.text import digest, token_sequences
 from lamina.engines.hf import LaminaCache, cache_kwarg
@@ -55,7 +56,7 @@ class Effort:
     timed: int
 
 
-FULL = Effort(calibration=40_000, fidelity=4096, seq_len=2048, answer=400, timed=32)
+FULL = Effort(calibration=32_768, fidelity=2048, seq_len=2048, answer=400, timed=32)
 QUICK = Effort(calibration=12_000, fidelity=1024, seq_len=1024, answer=96, timed=16)
 
 
@@ -188,12 +189,13 @@ def _compare(
     tokens = len(sequences) * seq_len
     with screen.progress(f"Measuring {len(arms)} arms on {tokens:,} tokens", tokens) as done:
         results = measure_fidelity(loaded.model, profile, arms, sequences, progress=done)
-    rows = []
-    with screen.progress(f"Timing {len(arms)} arms on {effort.timed} tokens after the prompt", len(arms)) as done:
-        for arm, result in zip(arms, results):
-            rows.append(_timed_row(loaded, profile, arm, result, ids, effort.timed))
-            done(len(rows))
-    length = ids.shape[1] + effort.timed - 1
+    profiles = {arm.name: arm.profile(profile) for arm in arms}
+    caches = {arm.name: _cache(loaded, profiles[arm.name], arm) for arm in arms}
+    total = len(arms) * (1 + UNTIMED_STEPS + effort.timed)
+    with screen.progress(f"Timing {len(arms)} arms on {effort.timed} tokens after the prompt", total) as done:
+        speeds = decode_speeds(loaded, ids, caches, effort.timed, done)
+    length = caches["bf16"].get_seq_length()
+    rows = [_row(result, speeds[result.name], caches[result.name], loaded.geometry, length) for result in results]
     where = torch.cuda.get_device_name() if loaded.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     title = (
         f"{Path(loaded.name).name}: cache and speed at {length:,} tokens ({where}), KL and top-1 against the exact run "
@@ -203,25 +205,23 @@ def _compare(
     return rows
 
 
-def _timed_row(loaded: LoadedModel, profile: Profile, arm: Arm, result: ArmResult, ids: Tensor, tokens: int) -> DemoRow:
-    """Decode after the prompt with one arm; the bf16 arm is transformers' own DynamicCache."""
-    model, g = loaded.model, loaded.geometry
-    exact = arm.name == "bf16"
-    cache: Any
-    if exact:
-        cache = DynamicCache(config=model.config)
-    else:
-        cache = arm.cache(model, arm.profile(profile), WindowConfig())
-    timed: Generated = generate_text(loaded, ids, cache, max_new_tokens=tokens, min_new_tokens=tokens)
-    bf16 = 4 * g.n_layers * g.n_kv_heads * g.head_dim * cache.get_seq_length()
+def _cache(loaded: LoadedModel, profile: Profile, arm: Arm) -> Any:
+    """A cache to time; the bf16 arm is transformers' own."""
+    if arm.name == "bf16":
+        return DynamicCache(config=loaded.model.config)
+    return arm.cache(loaded.model, profile, WindowConfig())
+
+
+def _row(result: ArmResult, speed: float, cache: Any, geometry: ModelGeometry, length: int) -> DemoRow:
+    bf16 = 4 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * length
     return DemoRow(
-        name=arm.name,
+        name=result.name,
         bits=result.bits_history,
-        kv_bytes=bf16 if exact else sum(cache.memory().values()),
+        kv_bytes=sum(cache.memory().values()) if isinstance(cache, LaminaCache) else bf16,
         kv_bytes_bf16=bf16,
         kl_mean=result.kl_mean,
         top1=result.top1,
-        tokens_per_second=timed.undisturbed_tokens_per_second or float("nan"),
+        tokens_per_second=speed,
     )
 
 
@@ -239,7 +239,7 @@ def _explain(loaded: LoadedModel, path: Path, prompt_tokens: int, held: Sequence
         f"{limit:,} tokens, lamina-int2 takes {format_bytes(packed)} against "
         f"{format_bytes(plain)} ({packed / plain:.0%}).",
         f"bf16 is measured with keys and values rounded to bfloat16; its speed is that of transformers' DynamicCache "
-        f"in {dtype}. tok/s is of the median step.",
+        f"in {dtype}. Steps are timed in turn, and the median step counts.",
         f"KL and top-1 are of every {HELD_OUT_EVERY}th document of the text ({names}), which calibration did not see.",
         f"\nThe profile is {path}. To use it in Python:\n",
         *(f"    {line}" for line in python_lines(loaded, path)),

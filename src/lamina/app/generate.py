@@ -5,9 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,14 +15,12 @@ from transformers.generation.streamers import TextStreamer
 
 from lamina.app.loading import LoadedModel, load_model
 from lamina.app.screen import Screen
+from lamina.app.speed import UNTIMED_STEPS
 from lamina.app.values import format_bytes, parse_bytes, parse_tier
 from lamina.basis.profile import Profile
 from lamina.engines.hf import LaminaCache, cache_kwarg
 from lamina.errors import ConfigError, DataError
 from lamina.pages import WindowConfig
-
-UNTIMED_STEPS = 2
-"""Decode steps left out of tokens per second: the first ones compile the kernels."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +68,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generated:
-    """A finished text and how long it took; ``step_seconds`` are of the decode steps that count, see UNTIMED_STEPS."""
+    """A finished text and how long it took; ``tokens_per_second`` is of decoding, None if too few tokens."""
 
     text: str
     prompt_tokens: int
     tokens: int
     prefill_seconds: float
-    step_seconds: list[float]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Mean speed of decoding; None if too few tokens were written to tell."""
-        return len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else None
-
-    @property
-    def undisturbed_tokens_per_second(self) -> float | None:
-        """Speed of the median step, which a busy moment of the machine does not change."""
-        return 1 / median(self.step_seconds) if self.step_seconds else None
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -176,7 +162,6 @@ def generate_text(
     cache: Cache,
     *,
     max_new_tokens: int,
-    min_new_tokens: int = 0,
     sampling: Sampling = Sampling(),
     on_text: Callable[[str], Any] | None = None,
     screen: Screen | None = None,
@@ -197,18 +182,18 @@ def generate_text(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
             streamer=stream,
             **cache_kwarg(loaded.model, cache),
             **sampling.options(),
         )
     times = stream.times
+    timed = times[UNTIMED_STEPS:]
     return Generated(
         text="".join(stream.pieces),
         prompt_tokens=ids.shape[1],
         tokens=len(times),
         prefill_seconds=times[0] - start,
-        step_seconds=[after - before for before, after in pairwise(times[UNTIMED_STEPS:])],
+        tokens_per_second=(len(timed) - 1) / (timed[-1] - timed[0]) if len(timed) > 1 else None,
     )
 
 
@@ -217,11 +202,7 @@ def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel) -> Gener
     bits = cache.bits()
     g = loaded.geometry
     return GenerationReport(
-        text=done.text,
-        prompt_tokens=done.prompt_tokens,
-        tokens=done.tokens,
-        prefill_seconds=done.prefill_seconds,
-        tokens_per_second=done.tokens_per_second,
+        **asdict(done),
         bits_history=bits["history"],
         bits_at_context=bits["context"],
         kv_bytes=sum(cache.memory().values()),
