@@ -1,6 +1,6 @@
 """Does the cache give the same answers on a GPU as the exact run and as the reference? (No kernels yet: correctness.)
 
-    python benchmarks/cuda_check.py
+python benchmarks/cuda_check.py
 """
 
 import time
@@ -37,7 +37,12 @@ def against_reference(profile, device: str) -> None:
                 continue
             chunk = (k[:, :, a:b], v[:, :, a:b])
             got = attend_blocked(q[:, :, a:b], store.view(), basis, chunk).out.cpu()
-            view, cpu = store.view(), ReadBasis(*(getattr(basis, n).cpu() for n in ("q_forward", "v_forward", "mean_v", "kappa")), basis.scaling)  # noqa: E501
+            view, cpu = (
+                store.view(),
+                ReadBasis(
+                    *(getattr(basis, n).cpu() for n in ("q_forward", "v_forward", "mean_v", "kappa")), basis.scaling
+                ),
+            )  # noqa: E501
             view.records, view.slabs, view.exact = (x.cpu() for x in (view.records, view.slabs, view.exact))
             want = attend_reference(q[:, :, a:b].cpu(), view, cpu, tuple(x.cpu() for x in chunk)).out
             worst = max(worst, float((got - want).abs().max() / want.abs().max()))
