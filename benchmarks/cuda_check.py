@@ -42,7 +42,7 @@ def against_reference(profile, device: str) -> None:
                 ReadBasis(
                     *(getattr(basis, n).cpu() for n in ("q_forward", "v_forward", "mean_v", "kappa")), basis.scaling
                 ),
-            )  # noqa: E501
+            )
             view.records, view.slabs, view.exact = (x.cpu() for x in (view.records, view.slabs, view.exact))
             want = attend_reference(q[:, :, a:b].cpu(), view, cpu, tuple(x.cpu() for x in chunk)).out
             worst = max(worst, float((got - want).abs().max() / want.abs().max()))

@@ -103,6 +103,13 @@ def test_balanced_makes_both_products_one_diagonal(heads: int, dim: int) -> None
     assert bool((diagonal_of(keys).diff(dim=-1) <= 1e-12).all()), "descending"
 
 
+def test_the_ridge_is_a_ten_thousandth_of_the_mean_diagonal() -> None:
+    c = moments(2, 16).c_k
+    added = ridge(c) - c
+    level = 1e-4 * diagonal_of(c).mean(-1)
+    torch.testing.assert_close(added, level[:, None, None] * torch.eye(16).double(), rtol=1e-9, atol=1e-12)
+
+
 def error_bound(t: LayerTransform, m: Moments) -> Tensor:
     """tr(A^-1 C_Q A^-T) tr(A' C_K A) / D, what SPEC 3 minimises."""
     keys = diagonal_of(in_basis(m.c_k, t.k_forward)).sum(-1)

@@ -104,7 +104,9 @@ def test_a_rollback_equals_a_fresh_run(length: int, crop: int) -> None:
         assert torch.equal(results[0].out, results[1].out) and torch.equal(results[0].lse, results[1].lse)
         assert torch.equal(results[0].lse_packed, results[1].lse_packed)
         assert without_exact(page_contents(store, 0)) == without_exact(page_contents(fresh, 0))
+    tail = rows(400, seed=2)
     for s in (store, fresh):
+        fill(s, *tail, chunk=200)
         s.settle()
         check_slots(s)
     assert page_contents(store, 0) == page_contents(fresh, 0)
@@ -130,6 +132,29 @@ def test_a_longer_crop_leaves_packed_pages_with_fewer_rows(target: int) -> None:
     starts = [int(store.table[p, START]) for p in store.sequences[0].pages]
     assert starts == [*range(0, target, 64), *range(target, target + 200, 64)]
     check_slots(store)
+
+
+@pytest.mark.parametrize("window", [(0, 0, 0), (64, 0, 0), (64, 0, 64), (64, 64, 0)])
+@pytest.mark.parametrize("step", [1, 7])
+def test_pages_that_start_anywhere_keep_their_open_rows(window: tuple[int, int, int], step: int) -> None:
+    """After a long crop pages are not aligned to 64, so an open page may begin before every window."""
+    k, v = rows(560)
+    store, basis = make_store(2, DIM, tiers=(8, 8), window=WindowConfig(*window))
+    fill(store, k[:, :, :450], v[:, :, :450])
+    store.settle()
+    store.crop(300)
+    k, v = (torch.cat([x[:, :, :300], x[:, :, 450:]], 2) for x in (k, v))
+    for at in range(300, 410, step):
+        end = min(at + step, 410)
+        store.append(k[:, :, at:end], v[:, :, at:end])
+        store.settle()
+        last = store.sequences[0].pages[-1]
+        if not store.table[last, TIER]:
+            start, n, slot = (int(store.table[last, c]) for c in (START, ROWS, EXACT))
+            assert slot >= 0, f"the open page lost its rows at {end} tokens"
+            assert torch.equal(store.exact.data[0][slot, 0, :, :n], k[0, :, start : start + n])
+        check_slots(store)
+    attention_is_right(store, basis, k, v, 5)
 
 
 def test_a_cut_page_can_be_cut_again() -> None:

@@ -164,6 +164,24 @@ def test_predicted_losses(bits: tuple[int, int]) -> None:
             np.testing.assert_allclose(loss[:, side, i], expected, rtol=1e-3)
 
 
+def test_a_candidates_loss_is_that_of_what_is_read_next() -> None:
+    """An 8-bit page is read at 4 bits after one drop and at 2 after the next; K and V have losses of their own."""
+    store, _ = make_store(HEADS, DIM, tiers=(8, 4), profile=layer_profile(HEADS, DIM, seed=4))
+    k, v = random_rows(1, HEADS, 200, DIM)
+    store.append(k, v)
+    encoder = store.encoder
+    pages = [(k[0, :, at : at + 64], v[0, :, at : at + 64]) for at in (0, 64, 128)]
+    loss = encoder.shed_loss(*encoder.encode(*(torch.stack(x) for x in zip(*pages)), 8, 4))
+    assert bool((loss[:, 0, 0] > loss[:, 0, 1]).all() and (loss[:, 0, 1] > 0).all() and (loss[:, 1, 0] > 0).all())
+    for i, page in enumerate(store.sequences[0].pages[:3]):
+        assert store.shed_candidate(page, 1) == (pytest.approx(float(loss[i, 1, 0])), 64 * i)
+        for left in (1, 0):
+            assert store.shed_candidate(page, 0) == (pytest.approx(float(loss[i, 0, left])), 64 * i)
+            assert store.shed(page, 0) == (2 if left else 1) * store.slabs.slot_bytes
+        assert store.shed_candidate(page, 0) is None
+    assert [c[3] for c in store.shed_candidates()] == [1, 1, 1], "no open page, no K plane"
+
+
 def test_shed_pages_are_still_read_right(rows: Rows, sizes: tuple[int, int]) -> None:
     cache = Cache(int(0.7 * sizes[1] + 0.3 * sizes[0]))
     for at in range(0, 900, 60):

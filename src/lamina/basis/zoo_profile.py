@@ -70,5 +70,6 @@ def export_rotation_zoo(profile: Profile, k_path: str | Path, v_path: str | Path
             f"a {profile.transform!r} profile cannot be written as rotations: the format knows neither stretched keys "
             "nor value means; derive an orthogonal one with profile.with_transform('oscar')"
         )
-    for path, kind, name in ((k_path, "k", "k_forward"), (v_path, "v", "v_forward")):
-        save_rotation_zoo(path, torch.stack([getattr(t, name) for t in transforms]), kind=kind, per_head=per_head)
+    k, v = (torch.stack([getattr(t, name) for t in transforms]) for name in ("k_forward", "v_forward"))
+    save_rotation_zoo(k_path, k, kind="k", per_head=per_head)
+    save_rotation_zoo(v_path, v, kind="v", per_head=per_head)
