@@ -3,8 +3,8 @@ from functools import lru_cache
 
 import pytest
 import torch
+from tiny_llama import make_model
 
-from conftest import make_model
 from lamina.app.plan import longest, sequence_bytes, slot_bytes
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.geometry import model_geometry

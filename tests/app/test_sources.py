@@ -1,7 +1,7 @@
 import pytest
 import torch
+from tiny_llama import make_tokenizer
 
-from conftest import make_tokenizer
 from lamina.app import data
 from lamina.app.data import Source, calibration_sources, evaluation_source, mixed_sequences, read_sources, split
 from lamina.basis.text import load_documents

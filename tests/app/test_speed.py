@@ -1,8 +1,8 @@
 import time
 
+from tiny_llama import make_model, make_tokenizer
 from transformers import DynamicCache
 
-from conftest import make_model, make_tokenizer
 from lamina.app.loading import LoadedModel
 from lamina.app.speed import UNTIMED_STEPS, decode_speeds
 from lamina.basis.geometry import model_geometry

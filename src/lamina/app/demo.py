@@ -164,12 +164,13 @@ def profile_path(loaded: LoadedModel, sources: Sequence[Source], tokens: int, se
 def _answer(loaded: LoadedModel, profile: Profile, ids: Tensor, tokens: int, screen: Screen) -> None:
     screen.show(f"\nlamina-int2 answers a prompt of {ids.shape[1]:,} tokens:\n")
     cache = LaminaCache(loaded.model, profile, tiers=2)
-    sampling = Sampling(temperature=0.7, top_p=0.9, seed=0)
+    sampling = Sampling(temperature=0.5, top_p=0.9, seed=0)
     done = generate_text(
         loaded, ids, cache, max_new_tokens=tokens, sampling=sampling, on_text=screen.write, screen=screen
     )
     screen.write("\n")
-    screen.show("\n" + report_on(done, cache, loaded).summary() + ".\n")
+    summary = report_on(done, cache, loaded).summary()
+    screen.show(f"\n{summary}.\nWhat the 2 bits change is measured next, against the exact run.\n")
 
 
 def _compare(

@@ -16,6 +16,7 @@ from lamina.pages.store import StoreView
 from lamina.pages.table import EXACT, ROWS, START, TIER
 
 BLOCK_PAGES = 16
+TILE_QUERIES = 128
 NEVER = float("-inf")
 
 
@@ -27,15 +28,29 @@ class _Partial:
         self.mass = torch.zeros(shape, device=device)
         self.acc = torch.zeros(*shape, dim, device=device)
 
-    def add(self, logits: Tensor, v: Tensor) -> None:
-        """Add rows: logits ``[H, g, T, n]``, values ``[H, n, D]``."""
-        peak = torch.maximum(self.peak, logits.amax(-1))
-        safe = torch.where(peak == NEVER, 0.0, peak)
-        keep = (self.peak - safe).exp()
-        p = (logits - safe[..., None]).exp()
-        self.mass = self.mass * keep + p.sum(-1)
-        self.acc = self.acc * keep[..., None] + (p.flatten(1, 2) @ v).view_as(self.acc)
-        self.peak = peak
+    def add(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, noise: Tensor | None = None) -> None:
+        """Add rows k, v ``[H, n, D]`` for the queries q ``[H, g, T, D]`` that see them (bool ``[T, n]``).
+
+        ``noise`` ``[H, n]``, times half of a query's energy, is taken off the logits. Queries are taken a tile at a
+        time, which bounds the scratch memory.
+        """
+        for at in torch.arange(q.shape[2], device=q.device).split(TILE_QUERIES):
+            tile = slice(int(at[0]), int(at[-1]) + 1)
+            if not bool(seen[tile].any()):
+                continue
+            x = q[:, :, tile]
+            logits = (x.flatten(1, 2) @ k.mT).view(*x.shape[:3], -1)
+            if noise is not None:
+                logits -= x.square().sum(-1, keepdim=True) / 2 * noise[:, None, None]
+            logits.masked_fill_(~seen[tile], NEVER)
+            peak = torch.maximum(self.peak[:, :, tile], logits.amax(-1))
+            safe = torch.where(peak == NEVER, 0.0, peak)
+            keep = (self.peak[:, :, tile] - safe).exp()
+            p = logits.sub_(safe[..., None]).exp_()
+            self.mass[:, :, tile] = self.mass[:, :, tile] * keep + p.sum(-1)
+            weighted = (p.flatten(1, 2) @ v).view(*x.shape)
+            self.acc[:, :, tile] = self.acc[:, :, tile] * keep[..., None] + weighted
+            self.peak[:, :, tile] = peak
 
     def lse(self) -> Tensor:
         """Log-sum-exp ``[H, g, T]``."""
@@ -76,7 +91,6 @@ def _attend_sequence(
     positions = torch.arange(before, before + tokens, device=device)
     q = q_htd.float().unflatten(0, (n_kv, -1)) * basis.scaling
     q_packed = (q.flatten(1, 2) @ basis.q_forward).view_as(q)
-    energy = q_packed.square().sum(-1, keepdim=True) / 2
     exact, packed = (_Partial(q.shape[:3], dim, device) for _ in range(2))
 
     ids = view.page_ids[b]
@@ -93,32 +107,25 @@ def _attend_sequence(
         written = row < stored[sel, None]
         seen = (exactly[:, sel, None] & written).flatten(1)
         # Rows that were never written may hold NaN, which a weight of zero does not hide.
-        exact.add(_masked(q, rows[0], seen), rows[1].masked_fill(~written.flatten()[:, None], 0))
+        exact.add(q, rows[0], rows[1].masked_fill(~written.flatten()[:, None], 0), seen)
     for sel in _blocks(~exactly.all(0) & (stored > 0)):
         k, step = read_pages(view, ids[sel.cpu()].to(device), K)
         v, _ = read_pages(view, ids[sel.cpu()].to(device), V)
         noise = noise_factors(view, ids[sel.cpu()], basis)[..., None].to(device) * step**2
         seen = (~exactly[:, sel, None] & (row < stored[sel, None])).flatten(1)
-        logits = _masked(q_packed, k.transpose(0, 1).flatten(1, 2), seen)
-        logits -= energy * noise.transpose(0, 1).flatten(1, 2)[:, None, None]
-        packed.add(logits, v.transpose(0, 1).flatten(1, 2))
+        flat = [x.transpose(0, 1).flatten(1, 2) for x in (k, v, noise)]
+        packed.add(q_packed, flat[0], flat[1], seen, flat[2])
     block = BLOCK_PAGES * PAGE_TOKENS
     for start in range(0, tokens, block):
         k, v = k_chunk[:, start : start + block].float(), v_chunk[:, start : start + block].float()
         keys = torch.arange(start, start + k.shape[1], device=device)
-        exact.add(_masked(q, k, keys <= torch.arange(tokens, device=device)[:, None]), v)
+        exact.add(q, k, v, keys <= torch.arange(tokens, device=device)[:, None])
     return _merge(exact, packed, basis)
 
 
 def _blocks(mask: Tensor) -> Iterator[Tensor]:
     """Indices of set entries, a block of pages at a time."""
     return iter(mask.nonzero()[:, 0].split(BLOCK_PAGES)) if bool(mask.any()) else iter(())
-
-
-def _masked(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """Logits ``[H, g, T, n]`` of q ``[H, g, T, D]`` over k ``[H, n, D]``, -inf where ``seen`` ``[T, n]`` is false."""
-    logits = (q.flatten(1, 2) @ k.mT).view(*q.shape[:3], -1)
-    return logits.masked_fill_(~seen, NEVER)
 
 
 def _merge(exact: _Partial, packed: _Partial, basis: ReadBasis) -> tuple[Tensor, Tensor, Tensor]:

@@ -137,21 +137,25 @@ def _merge(partial, v_forward, mean_v, out, lse):
     """Merge ``partial [splits, 2, D + 2]`` of one query head into its output ``[D]`` and two log-sum-exps."""
     splits, _, width = partial.shape
     dim = width - 2
-    peak = NEVER
-    for s in range(splits):
-        peak = max(peak, partial[s, EXACT, dim], partial[s, PACKED, dim])
+    peak = np.full(2, NEVER, np.float32)
     mass = np.zeros(2, np.float32)
     packed = np.zeros(dim, np.float32)
     out[:] = 0
-    for s in range(splits):
-        for kind in range(2):
-            weight = np.exp(partial[s, kind, dim] - peak)
+    for kind in range(2):
+        for s in range(splits):
+            peak[kind] = max(peak[kind], partial[s, kind, dim])
+        for s in range(splits):
+            weight = np.exp(partial[s, kind, dim] - peak[kind])
             mass[kind] += weight * partial[s, kind, dim + 1]
             _axpy(weight, partial[s, kind], out if kind == EXACT else packed, dim)
+    top = max(peak[EXACT], peak[PACKED])
+    exact_weight, packed_weight = np.exp(peak[EXACT] - top), np.exp(peak[PACKED] - top)
+    total = exact_weight * mass[EXACT] + packed_weight * mass[PACKED]
     for c in range(dim):
-        out[c] = (out[c] + mass[PACKED] * mean_v[c] + _dot(packed, v_forward[c], dim)) / (mass[EXACT] + mass[PACKED])
-    lse[0] = peak + np.log(mass[PACKED]) if mass[PACKED] > 0 else -np.inf
-    lse[1] = peak + np.log(mass[EXACT] + mass[PACKED])
+        turned = mass[PACKED] * mean_v[c] + _dot(packed, v_forward[c], dim)
+        out[c] = (exact_weight * out[c] + packed_weight * turned) / total
+    lse[0] = peak[PACKED] + np.log(mass[PACKED]) if mass[PACKED] > 0 else -np.inf
+    lse[1] = top + np.log(total)
 
 
 @njit(fastmath=True, inline="always")
