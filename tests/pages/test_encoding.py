@@ -33,22 +33,25 @@ def test_pages_hold_transformed_rows(heads: int, dim: int, dtype: torch.dtype) -
                 assert np.linalg.norm(ours - expected) < 0.02 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("rule", ["unbiased", "clip", "minmax"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_codes_equal_the_oracle_end_to_end(bits: int) -> None:
-    """Keys: transform, center, rule, packing. The product in float32 moves a code in a few thousand, by one."""
-    profile = layer_profile(2, 64, seed=1)
-    store, _ = make_store(2, 64, tiers=(bits, bits), profile=profile)
+def test_codes_equal_the_oracle_end_to_end(bits: int, rule: str) -> None:
+    """Transform, center (K alone), rule, packing. The product in float32 moves a code in a few thousand, by one."""
+    profile, codec = layer_profile(2, 64, seed=1), CodecConfig(rule=rule, clip_k=0.97, clip_v=0.85)  # type: ignore[arg-type]
+    store, _ = make_store(2, 64, tiers=(bits, bits), profile=profile, codec=codec)
     k, v = random_rows(1, 2, 64, 64)
     fill(store, k, v)
-    s = stored(store.view())
-    x = (k[0].double() @ profile.transform.k_forward.double()).numpy()
+    s, t = stored(store.view()), profile.transform
+    x = (k[0].double() @ t.k_forward.double()).numpy()
     ratio, scale = oracle.page_center(x)
     assert (s.field(0, "center", np.int8, 2, 64) == np.round(ratio)).all()
     assert (oracle.read_scale16(s.field(0, "center_scale", np.uint16, 2)) == scale).all()
-    expected = oracle.quantise(x - (np.round(ratio) * scale[:, None])[:, None], bits, "unbiased")
-    slabs = [s.field(0, "base", np.uint8, 2, 2, 64, 16)[0], *(s.slabs[i] for i in s.slots(0, 0))]
-    difference = abs(oracle.unpack(slabs) - expected.codes)
-    assert difference.max() <= 1 and difference.mean() < 1e-3
+    y = ((v[0].double() - t.mean_v.double()[:, None]) @ t.v_forward.double()).numpy()
+    for side, (rows, clip) in enumerate(((x - (np.round(ratio) * scale[:, None])[:, None], 0.97), (y, 0.85))):
+        expected = oracle.quantise(rows, bits, rule, clip)
+        slabs = [s.field(0, "base", np.uint8, 2, 2, 64, 16)[side], *(s.slabs[i] for i in s.slots(0, side))]
+        difference = abs(oracle.unpack(slabs) - expected.codes)
+        assert difference.max() <= 1 and difference.mean() < 1e-3
 
 
 def test_tiers_are_asked_for_when_pages_close() -> None:

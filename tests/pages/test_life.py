@@ -70,8 +70,10 @@ def test_exact_planes_are_kept_as_long_as_needed_and_no_longer(window: tuple[int
         # every exact plane that a query of this call reads of rows before it is there
         needed = [s for s in range(0, at, 64) if s < sink or s >= 64 * (at // 64) - recent]
         assert set(needed) <= set(exact_starts(store))
+        oldest_before, oldest = (64 * (t // 64) - recent - rollback for t in (at, end))
+        kept = [s for s in range(0, end, 64) if s < sink or s >= (oldest_before if s < at else oldest)]
+        assert exact_starts(store) == kept, "pages that a chunk opens and outruns never get an exact plane"
         store.settle()
-        oldest = 64 * (end // 64) - recent - rollback
         assert exact_starts(store) == [s for s in range(0, end, 64) if s < sink or s >= oldest]
         for page in store.sequences[0].pages:
             start, n, slot = (int(store.table[page, c]) for c in (START, ROWS, EXACT))
@@ -135,7 +137,7 @@ def test_a_longer_crop_leaves_packed_pages_with_fewer_rows(target: int) -> None:
 
 
 @pytest.mark.parametrize("window", [(0, 0, 0), (64, 0, 0), (64, 0, 64), (64, 64, 0)])
-@pytest.mark.parametrize("step", [1, 7])
+@pytest.mark.parametrize("step", [1, 7, 30])
 def test_pages_that_start_anywhere_keep_their_open_rows(window: tuple[int, int, int], step: int) -> None:
     """After a long crop pages are not aligned to 64, so an open page may begin before every window."""
     k, v = rows(560)

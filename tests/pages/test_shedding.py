@@ -249,3 +249,19 @@ def test_a_budget_too_small_for_the_first_page_says_so(rows: Rows) -> None:
     with pytest.raises(MemoryBudgetError, match=r"max_bytes=1,000 is too small.*raise max_bytes, or use fewer tokens"):
         store.append(k[:, :, :1], v[:, :, :1])
     assert storage_bytes(store) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 200])
+def test_the_last_byte_counts(rows: Rows, tokens: int) -> None:
+    """Page ids included: exactly enough is enough, one byte less is not."""
+    k, v = (x[:, :, :tokens] for x in rows[0])
+    store, _ = make_store(HEADS, DIM, tiers=(4, 2))
+    store.append(k, v)
+    needed = storage_bytes(store)
+    exactly, _ = make_store(HEADS, DIM, tiers=(4, 2), budget=Budget(needed))
+    exactly.append(k, v)
+    assert storage_bytes(exactly) == needed
+    less, _ = make_store(HEADS, DIM, tiers=(4, 2), budget=Budget(needed - 1))
+    with pytest.raises(MemoryBudgetError, match=f"{needed:,} bytes are needed"):
+        less.append(k, v)
+    assert storage_bytes(less) == 0

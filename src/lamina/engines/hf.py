@@ -67,11 +67,7 @@ class LaminaLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store rows ``[B, H, T, D]``; returns them with this layer attached."""
-        if self.cache.config._attn_implementation != ATTENTION or self.unread:
-            raise CacheStateError(
-                f"layer {self.index}: the model runs with attention {self.cache.config._attn_implementation!r}, which "
-                f"does not read this cache; call model.set_attn_implementation({ATTENTION!r})"
-            )
+        self.cache.check_state(self.index, key_states.shape[2])
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         self.store.append(key_states, value_states)
@@ -107,6 +103,7 @@ class LaminaLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens."""
+        self.unread = False
         if self.store is not None and tokens_to_remove:
             self.store.crop(self.get_seq_length() + tokens_to_remove)
 
@@ -191,13 +188,32 @@ class LaminaCache(Cache):
         model.set_attn_implementation(ATTENTION)
 
     def crop(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens, or with a negative number remove that many from the end."""
-        length = self.get_seq_length()
-        target = tokens if tokens >= 0 else length + tokens
-        if not 0 <= target <= length:
-            raise CacheStateError(f"cannot crop a cache of {length} tokens to {target}")
-        for layer in self.layers:
+        """Keep the first ``tokens`` tokens, or with a negative number remove that many from the end; 0 changes nothing."""
+        lengths = [layer.get_seq_length() for layer in self.layers]
+        target = tokens if tokens > 0 else lengths[0] + tokens
+        if not 0 <= target <= min(lengths):
+            raise CacheStateError(f"cannot crop a cache of {min(lengths)} tokens to {target}")
+        for layer, length in zip(self.layers, lengths):
             layer.crop(target - length)
+
+    def check_state(self, index: int, tokens: int) -> None:
+        """Raise CacheStateError unless layer ``index`` may take ``tokens`` rows now.
+
+        The model's attention must read this cache, and all layers must be at the same token: a call that failed half
+        way leaves the first layers ahead.
+        """
+        if self.config._attn_implementation != ATTENTION or self.layers[index].unread:
+            raise CacheStateError(
+                f"layer {index}: the model runs with attention {self.config._attn_implementation!r}, which does not "
+                f"read this cache; call model.set_attn_implementation({ATTENTION!r}) and start with a new cache"
+            )
+        first, here, last = (self.layers[i].get_seq_length() for i in (0, index, -1))
+        if here != (first - tokens if index else last):
+            raise CacheStateError(
+                f"layer {index} holds {here} tokens, layer 0 {first} and the last one {last}: an earlier call failed "
+                f"half way; call cache.crop({min(first, here, last)}) to go back to the last whole token, or take a new "
+                "cache"
+            )
 
     def memory(self) -> dict[str, int]:
         """Allocated bytes by kind; they add up to the storage of all tensors that hold pages, rows or tables."""
@@ -268,8 +284,8 @@ def lamina_attention(
     layer: LaminaLayer | None = getattr(key, HANDLE, None)
     if layer is not None:
         delattr(key, HANDLE)
-        _check_call(layer, query, attention_mask, scaling, dropout, kwargs)
         layer.unread = False
+        _check_call(layer, query, attention_mask, scaling, dropout, kwargs)
         if layer.get_seq_length() > query.shape[2]:
             return layer.attend(query, key, value), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)

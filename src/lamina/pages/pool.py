@@ -36,7 +36,10 @@ class Budget:
         if self.max_bytes is None:
             return
         short = self.used + need() - self.max_bytes
-        if short > 0 and self.reclaim is not None:
+        # Reclaiming gives free slots back too, which changes the need: look again until nothing more can be freed.
+        before = self.used + 1
+        while short > 0 and self.reclaim is not None and self.used < before:
+            before = self.used
             self.reclaim(short)
             short = self.used + need() - self.max_bytes
         if short > 0:
@@ -44,10 +47,6 @@ class Budget:
                 f"max_bytes={self.max_bytes:,} is too small: {self.max_bytes + short:,} bytes are needed now and every "
                 "plane that may be shed is gone; raise max_bytes, or use fewer tokens, sequences or bits"
             )
-
-    def slack(self) -> int | None:
-        """Bytes left, or None for no bound."""
-        return None if self.max_bytes is None else self.max_bytes - self.used
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,7 @@ class Pool:
         if short <= 0:
             return
         size = self.slots
-        extra = max(short, int(size * GROWTH))
-        slack = self.budget.slack()
-        if slack is not None and extra * self.slot_bytes > slack:
-            extra = short
+        extra = max(short, int(size * GROWTH)) if self.budget.max_bytes is None else short
         self._resize(size + extra)
         self.free = [*range(size + extra - 1, size - 1, -1), *self.free]
 

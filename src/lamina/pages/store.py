@@ -172,8 +172,11 @@ class LayerStore:
         """Release the exact rows that no later query, nor a roll-back, can read."""
         for sequence in self.sequences:
             first = self.window.kept_from(sequence.length)
-            while sequence.windowed and self._cell(sequence.windowed[0], START) < first:
-                page = sequence.windowed.pop(0)
+            while sequence.windowed:
+                page = sequence.windowed[0]
+                if self._cell(page, START) >= first or self._cell(page, TIER) == 0:
+                    break
+                sequence.windowed.pop(0)
                 self.exact.release([self._cell(page, EXACT)])
                 self.table[page, EXACT] = -1
         self._loosen()
