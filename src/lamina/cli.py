@@ -258,6 +258,37 @@ def doctor(json: Json = False) -> None:
     raise typer.Exit(0 if is_usable(checks) else 1)
 
 
+@app.command("import-rotations")
+def import_rotations(
+    model: Model,
+    k: Annotated[Path, typer.Option(help="RotationZoo file of the keys.")],
+    v: Annotated[Path, typer.Option(help="RotationZoo file of the values.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the profile is written.")],
+) -> None:
+    """Make a profile of a pair of OSCAR rotation files."""
+    from lamina.app.rotations import import_rotations as run
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    profile = run(model, k, v, output, screen)
+    screen.show(f"{output}: rotations of {len(profile.layers)} layers for {model}")
+
+
+@app.command("export-rotations")
+def export_rotations(
+    profile: ProfileFile,
+    k: Annotated[Path, typer.Option(help="RotationZoo file to write for the keys.")],
+    v: Annotated[Path, typer.Option(help="RotationZoo file to write for the values.")],
+    per_head: Annotated[bool, typer.Option("--per-head/--shared", help="A basis a KV head, or one a layer.")] = True,
+) -> None:
+    """Write a profile's OSCAR bases as a pair of rotation files."""
+    from lamina.app.rotations import export_rotations as run
+    from lamina.app.screen import Screen
+
+    done = run(profile, k, v, per_head=per_head)
+    Screen().show(f"{k}, {v}: {done.transform} rotations of {len(done.layers)} layers")
+
+
 @app.command()
 def demo(
     model: Annotated[str | None, typer.Option(help="Model to show; a small one is fetched unless told.")] = None,

@@ -188,7 +188,7 @@ class LaminaCache(Cache):
         model.set_attn_implementation(ATTENTION)
 
     def crop(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens, or with a negative number remove that many from the end; 0 changes nothing."""
+        """Keep the first ``tokens`` tokens; a negative number removes that many from the end, 0 changes nothing."""
         lengths = [layer.get_seq_length() for layer in self.layers]
         target = tokens if tokens > 0 else lengths[0] + tokens
         if not 0 <= target <= min(lengths):
@@ -210,9 +210,9 @@ class LaminaCache(Cache):
         first, here, last = (self.layers[i].get_seq_length() for i in (0, index, -1))
         if here != (first - tokens if index else last):
             raise CacheStateError(
-                f"layer {index} holds {here} tokens, layer 0 {first} and the last one {last}: an earlier call failed "
-                f"half way; call cache.crop({min(first, here, last)}) to go back to the last whole token, or take a new "
-                "cache"
+                f"layer {index} holds {here} tokens, layer 0 {first} and the last one {last}: an earlier call "
+                f"failed half way; call cache.crop({min(first, here, last)}) to go back to the last whole token, or "
+                "take a new cache"
             )
 
     def memory(self) -> dict[str, int]:
