@@ -164,6 +164,20 @@ def test_pages_split_over_threads(tokens: int) -> None:
     check(attend_cpu(q_now, store.view(), basis), expected, TOLERANCE["cpu"])
 
 
+@pytest.mark.parametrize(("before", "chunk"), [(1300, 200), (100, 1300), (1088, 64)])
+def test_long_prefixes_and_chunks_are_taken_in_blocks(before: int, chunk: int) -> None:
+    case = Case("long", heads=1, dim=16, tiers=MIXED, tokens=before + chunk, window=(64, 128, 0))
+    store, basis, q, k, v = build(case)
+    fill(store, k[:, :, :before], v[:, :, :before], chunk=64)
+    rows = k[:, :, before:], v[:, :, before:]
+    store.append(*rows)
+    q_now = q[:, :, before:]
+    expected = oracle.attend(
+        q_now.numpy(), stored(store.view()), oracle_basis(basis), tuple(x.double().numpy() for x in rows)
+    )
+    check(attend_blocked(q_now, store.view(), basis, rows), expected, TOLERANCE["blocked"])
+
+
 def test_the_reference_takes_chunks_too() -> None:
     store, basis, q, k, v = build(Case("chunked", tiers=MIXED, tokens=230))
     fill(store, k[:, :, :170], v[:, :, :170])

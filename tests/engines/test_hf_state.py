@@ -1,6 +1,7 @@
 """Cache state: resets, crops, several caches, budgets, and every misuse that has an error."""
 
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -192,6 +193,33 @@ def goes_on_or_refuses(model: PreTrainedModel, cache: LaminaCache, crop: int | N
     except CacheStateError:
         return
     assert lengths(cache) == {length + 1}
+
+
+@pytest.mark.parametrize("stored", [0, 100, 300])
+def test_what_the_error_advises_after_a_failed_call_works(stored: int) -> None:
+    """Layer 0 has taken the rows, layer 1 has not: the cache says how to go back, and then is as if untouched."""
+    model, ids = build("Llama"), tokens(1, 340)
+    cache, clean = fresh(model), fresh(model)
+    for c in (cache, clean):
+        if stored:
+            feed(model, c, ids[:, :stored])
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    healthy = weight.data[3, 3].item()
+    weight.data[3, 3] = float("inf")
+    with pytest.raises(NonFiniteError, match="layer 1: the value row"):
+        logits_of(model, tokens(1, 30, seed=5), **cache_kwarg(model, cache))
+    weight.data[3, 3] = healthy
+    with pytest.raises(CacheStateError, match=r"call cache.(crop\(\d+\)|reset\(\)) to go back") as e:
+        feed(model, cache, ids[:, stored:])
+    advice = re.search(r"cache\.(crop\((\d+)\)|reset\(\))", str(e.value))
+    assert advice is not None
+    if advice[2]:
+        assert int(advice[2]) == stored
+        cache.crop(stored)
+    else:
+        cache.reset()
+    assert torch.equal(feed(model, cache, ids[:, stored:]), feed(model, clean, ids[:, stored:]))
+    assert contents(cache) == contents(clean)
 
 
 def test_padding_is_refused() -> None:
