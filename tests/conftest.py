@@ -7,6 +7,7 @@ that wait for each other are many times slower on a busy machine. `test_paths.py
 import os
 import sys
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "numpy" not in sys.modules:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -48,7 +48,7 @@ def attention_rows(model: PreTrainedModel, ids: Tensor, offset: int) -> list[tup
 def test_moments_are_those_of_the_models_own_rows(kind: str) -> None:
     model = build(kind)
     data = [tokens(2, 256, seed) for seed in (1, 2)]
-    profile = calibrate(model, data, CalibrationConfig(max_context=1), model_id="tiny")
+    profile = calibrate(model, data, CalibrationConfig(max_context=256), model_id="tiny")
     assert profile.info["random_positions"] is False and profile.info["max_position"] == 256
     rows = [attention_rows(model, ids, 0) for ids in data]
     assert len(rows[0]) == len(profile.layers) == 2

@@ -79,7 +79,7 @@ def test_sides_and_layers_have_their_own_tiers() -> None:
     stepped(model, cache, ids[:, 130:], [])
     tiers = [layer.store.table[layer.store.sequences[0].pages, 2:4].tolist() for layer in cache.layers]
     assert tiers == [[[2, 8]] * 2 + [[8, 8]] * 2 + [[0, 0]], [[4, 2]] * 2 + [[2, 4]] * 2 + [[0, 0]]]
-    assert LaminaCache(model, profile_of("Llama")).tiers == [(2, 2)] * 2, "the profile's own"
+    assert LaminaCache(model, profile_of("Llama")).tiers == ((2, 2),) * 2, "the profile's own"
 
 
 def test_chunks_of_64_see_what_decode_sees() -> None:

@@ -1,5 +1,6 @@
 """Cache state: resets, crops, several caches, budgets, and every misuse that has an error."""
 
+import copy
 import gc
 import re
 import weakref
@@ -333,7 +334,34 @@ def test_tiers_set_to_nonsense_later_are_refused_and_store_nothing() -> None:
     model = build("Llama")
     cache = fresh(model)
     feed(model, cache, tokens(1, 60))
-    cache.tiers = [(3, 3)] * 2
-    with pytest.raises((ConfigError, KeyError)):
-        logits_of(model, tokens(1, 10), **cache_kwarg(model, cache))
+    for nonsense in ([(3, 3)] * 2, [(2, 2)], 2.0, [2, 4], "24", (2, 4, 8), True):
+        with pytest.raises(ConfigError):
+            cache.tiers = nonsense
+    assert cache.tiers == ((4, 2),) * 2
+    logits_of(model, tokens(1, 10), **cache_kwarg(model, cache))
+    cache.tiers = 8
+    assert lengths(cache) == {70} and cache.tiers == ((8, 8),) * 2
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    model = build("Llama")
+    cache = fresh(model)
+    feed(model, cache, tokens(1, 60))
+    with pytest.raises(CacheStateError, match="copied"):
+        copy.deepcopy(cache)
+    for nonsense in (1.5, "3", None, True):
+        with pytest.raises(CacheStateError, match="whole number"):
+            cache.crop(nonsense)
+    with pytest.raises(ConfigError, match=r"Profile\.load"):
+        LaminaCache(model, "x.profile")
     assert lengths(cache) == {60}
+
+
+def test_rows_with_gradients_are_stored_without_them() -> None:
+    model = build("Llama")
+    cache = fresh(model)
+    with torch.enable_grad():
+        model(input_ids=tokens(1, 70), **cache_kwarg(model, cache))
+        model(input_ids=tokens(1, 1), **cache_kwarg(model, cache))
+    assert lengths(cache) == {71}
+    assert not cache.layers[0].store.exact.data[0].requires_grad

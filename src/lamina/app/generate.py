@@ -33,7 +33,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature {self.temperature} is negative; use 0 for the most likely token, or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top-p {self.top_p} is no share of the probability; use a number above 0 and up to 1")

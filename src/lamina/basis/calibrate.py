@@ -19,6 +19,7 @@ from lamina.basis.moments import MomentAccumulator
 from lamina.basis.profile import LayerProfile, Profile, energies
 from lamina.basis.transforms import LayerTransform, TransformName, make_transform
 from lamina.codec import CodecConfig
+from lamina.codec.page import check_tier
 from lamina.errors import ConfigError, DataError, UnsupportedModelError
 
 CAPTURE = "lamina_capture"
@@ -60,6 +61,8 @@ class CalibrationConfig:
             raise ConfigError(f"unknown transform {self.transform!r}; choose one of {', '.join(TransformName)}")
         if self.skip < 0 or self.reservoir_pages < 1:
             raise ConfigError(f"skip={self.skip} and reservoir_pages={self.reservoir_pages} must be at least 0 and 1")
+        for side, bits in zip("KV", self.tiers, strict=True):
+            check_tier(bits, f"the initial {side} tier")
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context={self.max_context} must be positive")
 
@@ -105,11 +108,17 @@ def calibrate(
     generator = torch.Generator().manual_seed(config.seed)
     stats = [MomentAccumulator(config.skip, config.reservoir_pages, generator) for _ in range(geometry.n_layers)]
     limit = min(geometry.max_positions, config.max_context or MAX_CONTEXT)
-    tokens = 0
+    tokens = longest = 0
     random_offsets: bool | None = None
     with torch.no_grad(), capturing(model, stats) as collect:
         for ids in sequences:
             ids = ids.to(model.device)
+            if ids.shape[1] > limit:
+                raise ConfigError(
+                    f"a sequence of {ids.shape[1]} tokens exceeds the largest position, {limit}; use shorter sequences "
+                    "or a larger max_context"
+                )
+            longest = max(longest, ids.shape[1])
             if random_offsets is None:
                 random_offsets = _positions_are_relative(model, ids[:1, :PROBE_TOKENS], limit)
             room = limit - ids.shape[1] if random_offsets else 0
@@ -137,7 +146,7 @@ def calibrate(
         info={
             "tokens": tokens,
             "data_digest": data_digest,
-            "max_position": limit if random_offsets else int(ids.shape[1]),
+            "max_position": limit if random_offsets else longest,
             "random_positions": bool(random_offsets),
             "skip": config.skip,
             "seed": config.seed,

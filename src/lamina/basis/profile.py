@@ -19,6 +19,17 @@ from lamina.errors import ProfileError
 
 FORMAT = "lamina-profile"
 FORMAT_VERSION = 1
+META_FIELDS = {
+    "model_id": str,
+    "config_hash": str,
+    "n_layers": int,
+    "n_kv_heads": int,
+    "head_dim": int,
+    "transform": str,
+    "tiers": list,
+    "absorbed": bool,
+    "info": dict,
+}
 
 
 @dataclass
@@ -129,6 +140,8 @@ class Profile:
         """
         meta, tensors = _read(Path(path))
         n_layers, n_heads, dim = meta["n_layers"], meta["n_kv_heads"], meta["head_dim"]
+        if len(meta["tiers"]) != n_layers or any(not isinstance(t, list) or len(t) != 2 for t in meta["tiers"]):
+            raise ProfileError(f"{path}: tiers {meta['tiers']!r} are not {n_layers} pairs of bits; calibrate again")
         layers = []
         for i in range(n_layers):
             prefix = f"layers.{i}."
@@ -211,12 +224,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{path} has profile format {meta.get('format_version')}, this Lamina reads {FORMAT_VERSION}; "
             "calibrate again"
         )
+    for name, kind in META_FIELDS.items():
+        if not isinstance(meta.get(name), kind):
+            raise ProfileError(f"{path}: field {name} is {meta.get(name)!r}, not {kind.__name__}; calibrate again")
     return meta, tensors
 
 
 def _check_layer(where: str, named: dict[str, Tensor], n_heads: int, dim: int) -> None:
     matrix = (n_heads, dim, dim)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "k_forward": matrix,
         "q_forward": matrix,
         "v_forward": matrix,
@@ -225,6 +241,9 @@ def _check_layer(where: str, named: dict[str, Tensor], n_heads: int, dim: int) -
         "q_energy": (n_heads,),
         "v_energy": (n_heads,),
     }
+    if any(name.startswith("moments.") for name in named):
+        moments = {f"moments.{f.name}": matrix for f in dataclasses.fields(Moments)}
+        shapes |= moments | {"moments.mean_v": (n_heads, dim)}
     for name, shape in shapes.items():
         if name not in named:
             raise ProfileError(f"{where} lacks {name}; calibrate again")
@@ -244,3 +263,7 @@ def _check_layer(where: str, named: dict[str, Tensor], n_heads: int, dim: int) -
     error = float((product - torch.eye(dim, dtype=torch.float64)).abs().max())
     if error > 1e-2:
         raise ProfileError(f"{where}: k_forward and q_forward are not inverse to each other (off by {error:.2g})")
+    r = named["v_forward"].double()
+    error = float((r @ r.mT - torch.eye(dim, dtype=torch.float64)).abs().max())
+    if error > 1e-2:
+        raise ProfileError(f"{where}: v_forward is not orthogonal (off by {error:.2g}); calibrate again")

@@ -54,7 +54,7 @@ def parse_rule(rule: str) -> ScaleRule:
 
 def check_tier(bits: int, where: str) -> int:
     """Return ``bits`` if it is a tier, else raise ConfigError."""
-    if bits not in TIERS:
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in TIERS:
         raise ConfigError(f"{where} is {bits!r}; a tier is one of {', '.join(map(str, TIERS))} bits")
     return int(bits)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from lamina.pages.pager import attach_pager
 
 ATTENTION = "lamina"
 HANDLE = "lamina_layer"
+
+Tiers = int | tuple[int, int] | Sequence[tuple[int, int]] | None
+"""Bits of K and V: one number, a pair, a pair a layer, or the profile's."""
 
 
 class LaminaLayer(CacheLayerMixin):
@@ -68,6 +72,7 @@ class LaminaLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store rows ``[B, H, T, D]``; returns them with this layer attached."""
         self.cache.check_state(self.index, key_states.shape[2])
+        key_states, value_states = key_states.detach(), value_states.detach()
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         self.store.append(key_states, value_states)
@@ -76,8 +81,8 @@ class LaminaLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention output ``[B, T, Hq, D]`` of the tokens that were just stored."""
-        out = attend(query, self.store.view(), self.basis, (key, value)).out
+        """Attention output ``[B, T, Hq, D]`` of the tokens that were just stored; it carries no gradient."""
+        out = attend(query.detach(), self.store.view(), self.basis, (key, value)).out
         if query.shape[2] > 1:
             self.store.settle()
         return out
@@ -147,10 +152,6 @@ class LaminaCache(Cache):
     max_bytes : int, optional
         Upper bound on the cache's bytes; planes are shed, least predicted loss first, to stay below it.
 
-    Attributes
-    ----------
-    tiers : list of (int, int)
-        Bits of K and V for pages that close from now on, one pair a layer; may be changed at any time.
     """
 
     def __init__(
@@ -158,11 +159,13 @@ class LaminaCache(Cache):
         model: PreTrainedModel,
         profile: Profile,
         *,
-        tiers: int | tuple[int, int] | list[tuple[int, int]] | None = None,
+        tiers: Tiers = None,
         window: WindowConfig | None = None,
         codec: CodecConfig | None = None,
         max_bytes: int | None = None,
     ) -> None:
+        if not isinstance(profile, Profile):
+            raise ConfigError(f"profile is {profile!r}; load the file first: Profile.load(path)")
         geometry = model_geometry(model.config)
         check_attention_interface(model, geometry)
         profile.check_model(geometry)
@@ -174,7 +177,7 @@ class LaminaCache(Cache):
         if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes <= 0):
             raise ConfigError(f"max_bytes={max_bytes!r} must be a positive number of bytes")
         self.profile = profile
-        self.tiers = parse_tiers(tiers, profile)
+        self._tiers = parse_tiers(tiers, profile)
         self.window = window or WindowConfig()
         self.codec = codec or CodecConfig()
         self.budget = Budget(max_bytes)
@@ -187,8 +190,23 @@ class LaminaCache(Cache):
         self.pager = attach_pager(self.budget, lambda: [layer.store for layer in weak.layers if layer.store])
         model.set_attn_implementation(ATTENTION)
 
+    @property
+    def tiers(self) -> tuple[tuple[int, int], ...]:
+        """Bits of K and V for pages that close from now on, one pair a layer; assign to change them at any time."""
+        return tuple(self._tiers)
+
+    @tiers.setter
+    def tiers(self, tiers: Tiers) -> None:
+        self._tiers = parse_tiers(tiers, self.profile)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LaminaCache":
+        """Not available."""
+        raise CacheStateError("LaminaCache cannot be copied yet; run the prompt again with a new cache")
+
     def crop(self, tokens: int) -> None:
         """Keep the first ``tokens`` tokens; a negative number removes that many from the end, 0 changes nothing."""
+        if isinstance(tokens, bool) or not isinstance(tokens, int):
+            raise CacheStateError(f"cannot crop a cache to {tokens!r} tokens; give a whole number")
         lengths = [layer.get_seq_length() for layer in self.layers]
         target = tokens if tokens > 0 else lengths[0] + tokens
         if not 0 <= target <= min(lengths):
@@ -209,10 +227,11 @@ class LaminaCache(Cache):
             )
         first, here, last = (self.layers[i].get_seq_length() for i in (0, index, -1))
         if here != (first - tokens if index else last):
+            whole = min(first, here, last)
             raise CacheStateError(
                 f"layer {index} holds {here} tokens, layer 0 {first} and the last one {last}: an earlier call "
-                f"failed half way; call cache.crop({min(first, here, last)}) to go back to the last whole token, or "
-                "take a new cache"
+                f"failed half way; call {f'cache.crop({whole})' if whole else 'cache.reset()'} to go back to the last "
+                "whole token, or take a new cache"
             )
 
     def memory(self) -> dict[str, int]:
@@ -235,20 +254,24 @@ class LaminaCache(Cache):
         }
 
 
-def parse_tiers(tiers: int | tuple[int, int] | list[tuple[int, int]] | None, profile: Profile) -> list[tuple[int, int]]:
+def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
     """One checked pair of bits a layer."""
     n = len(profile.layers)
-    if tiers is None:
-        tiers = profile.tiers
-    if isinstance(tiers, int):
-        tiers = (tiers, tiers)
-    pairs = [tiers] * n if isinstance(tiers, tuple) else list(tiers)
-    if len(pairs) != n or any(len(pair) != 2 for pair in pairs):
+    given: Any = profile.tiers if tiers is None else tiers
+    if isinstance(given, int):
+        given = (given, given)
+    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(bits, int) for bits in given):
+        given = [given] * n
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != n
+        or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in given)
+    ):
         raise ConfigError(f"tiers {tiers!r} must be one number, a pair (K, V), or {n} pairs, one a layer")
-    for i, pair in enumerate(pairs):
+    for i, pair in enumerate(given):
         for side, bits in zip("KV", pair):
             check_tier(bits, f"the {side} tier of layer {i}")
-    return [(int(k), int(v)) for k, v in pairs]
+    return [(int(k), int(v)) for k, v in given]
 
 
 def layer_scaling(model: PreTrainedModel, n_layers: int, head_dim: int) -> list[float]:
