@@ -2,7 +2,7 @@
 
 Fills each cache with a prompt of the given length, then times single-token steps, alternating between the two so that
 both see the same machine. Reports tokens/s, the caches' bytes, and the growth of the process's resident memory when the
-cache is filled (each in a process of its own).
+cache is filled (each in a process of its own, after both kinds of cache were used once).
 
     python benchmarks/decode_cpu.py MODEL PROFILE --context 2048 6144 --csv benchmarks/results/decode_cpu.csv
 """
@@ -60,9 +60,12 @@ def resident() -> int:
 def resident_growth(args: argparse.Namespace) -> None:
     """In a process of its own: how much the resident memory grows while a cache fills and decodes."""
     model, profile, ids = load(args)
-    warm = DynamicCache(config=model.config)
-    fill(model, warm, ids[:, : 2 * PREFILL])
+    # Libraries and compiled kernels are loaded once a process, whatever the cache: not counted.
+    for warm in (DynamicCache(config=model.config), LaminaCache(model, profile, tiers=2)):
+        fill(model, warm, ids[:, : PREFILL + 64])
+        model(ids[:, :1], **cache_kwarg(model, warm))
     del warm
+    gc.collect()
     lamina = args.measure == "lamina"
     before = resident()
     cache = LaminaCache(model, profile, tiers=2) if lamina else DynamicCache(config=model.config)
