@@ -104,11 +104,10 @@ def run_demo(request: DemoRequest, screen: Screen) -> list[DemoRow]:
 
 
 def python_lines(loaded: LoadedModel, path: Path) -> list[str]:
-    """Three lines of Python that generate with a profile, given ``model`` and tokenised ``inputs``."""
+    """Two lines of Python that generate with a profile, given ``model`` and tokenised ``inputs``."""
     (keyword,) = cache_kwarg(loaded.model, DynamicCache())
     return [
-        "from lamina.basis.profile import Profile",
-        "from lamina.engines.hf import LaminaCache",
+        "from lamina import LaminaCache, Profile",
         f"model.generate(**inputs, {keyword}=LaminaCache(model, Profile.load({str(path)!r})))",
     ]
 
