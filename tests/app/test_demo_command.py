@@ -81,7 +81,7 @@ def test_the_python_lines_work(tiny, capsys):
     inputs = loaded.tokenizer("x" * 500, return_tensors="pt", return_token_type_ids=False)
     lines = python_lines(loaded, tiny.profile)
     assert len(lines) == 3
-    lines[-1] = "out = " + lines[-1].replace("**inputs", "**inputs, max_new_tokens=3")
+    lines[-1] = "out = " + lines[-1].replace("max_new_tokens=200", "max_new_tokens=3, min_new_tokens=3")
     scope = {"model": loaded.model, "inputs": inputs}
     exec("\n".join(lines), scope)
     assert scope["out"].shape == (1, 503)

@@ -104,11 +104,12 @@ def run_demo(request: DemoRequest, screen: Screen) -> list[DemoRow]:
 
 
 def python_lines(loaded: LoadedModel, path: Path) -> list[str]:
-    """Two lines of Python that generate with a profile, given ``model`` and tokenised ``inputs``."""
+    """Three lines of Python that generate with a profile, given ``model`` and tokenised ``inputs``."""
     (keyword,) = cache_kwarg(loaded.model, DynamicCache())
     return [
         "from lamina import LaminaCache, Profile",
-        f"model.generate(**inputs, {keyword}=LaminaCache(model, Profile.load({str(path)!r})))",
+        f"cache = LaminaCache(model, Profile.load({str(path)!r}))",
+        f"model.generate(**inputs, max_new_tokens=200, {keyword}=cache)",
     ]
 
 
