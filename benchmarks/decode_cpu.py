@@ -8,7 +8,6 @@ cache is filled (each in a process of its own, after both kinds of cache were us
 """
 
 import argparse
-import csv
 import gc
 import json
 import statistics
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from report import environment
+from report import write_csv
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from lamina.basis.profile import Profile
@@ -119,11 +118,7 @@ def main() -> None:
             })  # fmt: skip
             print(rows[-1], flush=True)
     if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with args.csv.open("w", newline="") as f:
-            writer = csv.DictWriter(f, [*rows[0], *environment()])
-            writer.writeheader()
-            writer.writerows(row | environment() for row in rows)
+        write_csv(rows, args.csv)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ A file's name says profile, text and position offset, separated by dashes.
 """
 
 import argparse
-import csv
 import json
 from pathlib import Path
 
-from report import environment
+from report import write_csv
 
 FIELDS = ("name", "bits_history", "bits_at_context", "kl_mean", "kl_median", "kl_p99", "top1", "ppl", "simulated")
 
@@ -33,11 +32,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     args = parser.parse_args()
     table = [row for path in sorted(args.files) for row in rows(path)]
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    with args.csv.open("w", newline="") as f:
-        writer = csv.DictWriter(f, [*table[0], *environment()])
-        writer.writeheader()
-        writer.writerows(row | environment() for row in table)
+    write_csv(table, args.csv)
 
 
 if __name__ == "__main__":

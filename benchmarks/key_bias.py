@@ -10,11 +10,10 @@ model's maximum.
 """
 
 import argparse
-import csv
 from pathlib import Path
 
 import torch
-from report import environment
+from report import write_csv
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lamina.attention.types import ReadBasis
@@ -128,11 +127,7 @@ def main() -> None:
         if row["bias"]:
             print(f"{row['transform']:12s} offset={row['offset']:6d} with/without bias {row['ratio_to_no_bias']:.2f}")
     if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with args.csv.open("w", newline="") as f:
-            writer = csv.DictWriter(f, [*rows[0], *environment()])
-            writer.writeheader()
-            writer.writerows(row | environment() for row in rows)
+        write_csv(rows, args.csv)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ python benchmarks/kv_bytes.py --csv benchmarks/results/kv_bytes.csv
 """
 
 import argparse
-import csv
 from pathlib import Path
 
 import torch
-from report import environment
+from report import write_csv
 
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile
@@ -53,11 +52,7 @@ def main() -> None:
                 )
                 print(rows[-1], flush=True)
     if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with args.csv.open("w", newline="") as f:
-            writer = csv.DictWriter(f, [*rows[0], *environment()])
-            writer.writeheader()
-            writer.writerows(row | environment() for row in rows)
+        write_csv(rows, args.csv)
 
 
 if __name__ == "__main__":

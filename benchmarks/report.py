@@ -1,8 +1,11 @@
-"""What every benchmark's CSV says of where it ran."""
+"""How every benchmark writes its CSV, and what that says of where it ran."""
 
+import csv
 import platform
 import subprocess
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,3 +23,12 @@ def environment() -> dict[str, str]:
         "transformers": transformers.__version__,
         "commit": git.stdout.strip() or "unknown",
     }
+
+
+def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows with the environment beside each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as f:
+        writer = csv.DictWriter(f, [*rows[0], *environment()])
+        writer.writeheader()
+        writer.writerows(row | environment() for row in rows)
