@@ -11,7 +11,7 @@ from report import write_csv
 
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile
-from lamina.basis.transforms import LayerTransform, make_transform
+from lamina.basis.transforms import make_transform
 from lamina.codec import CodecConfig
 from lamina.pages import Budget, LayerStore, WindowConfig
 
@@ -20,8 +20,7 @@ HEADS = 3
 
 def make_store(dim: int, bits: tuple[int, int]) -> LayerStore:
     """An empty bfloat16 layer."""
-    t = make_transform("hadamard", n_heads=HEADS, head_dim=dim)
-    transform = LayerTransform(t.k_forward.float(), t.q_forward.float(), t.v_forward.float(), t.mean_v.float())
+    transform = make_transform("hadamard", n_heads=HEADS, head_dim=dim).float()
     profile = LayerProfile(transform, torch.zeros(HEADS, 3, 3), torch.ones(HEADS), torch.ones(HEADS))
     encoder = PageEncoder(profile, CodecConfig(), dim**-0.5, "cpu")
     return LayerStore(

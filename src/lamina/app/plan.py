@@ -16,12 +16,11 @@ from lamina.app.values import format_bytes, parse_bytes, parse_tier, tier_name
 from lamina.basis.geometry import ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
+from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import ConfigError, UnsupportedModelError
 from lamina.pages import Budget, LayerStore, WindowConfig
 from lamina.pages.pool import GROWTH
 
-SLABS = {2: 0, 4: 1, 8: 3}
-"""Slabs that a page side has besides its base plane, by tier."""
 PAGE_ID_BYTES = 4
 DEFAULT_TIERS = ("2", "k4v2", "4", "8")
 
@@ -166,7 +165,7 @@ def sequence_bytes(
     windowed = (window.sink + window.recent + window.rollback) // PAGE_TOKENS + 1
     fixed = pages * (page + PAGE_ID_BYTES) + min(pages, windowed) * exact
     layers = Counter({pair: count * geometry.n_layers // len(tiers) for pair, count in Counter(tiers).items()})
-    return sum(n * (fixed + closed * slab * (SLABS[k] + SLABS[v])) for (k, v), n in layers.items())
+    return sum(n * (fixed + closed * slab * (SLABS_OF_BITS[k] + SLABS_OF_BITS[v] - 2)) for (k, v), n in layers.items())
 
 
 @lru_cache

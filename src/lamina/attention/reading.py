@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lamina.attention.types import ReadBasis
 from lamina.codec import TIERS, decode_pages
+from lamina.codec.packing import SLABS_OF_BITS
 from lamina.codec.page import decode_center, effective_step
 from lamina.pages.store import StoreView
 from lamina.pages.table import FINE, FINEST, TIER
@@ -43,7 +44,7 @@ def read_pages(view: StoreView, ids: Tensor, side: int, dtype: torch.dtype = tor
         sel = ((bits == b) & (read == r)).nonzero()[:, 0]
         at = ids[sel]
         slabs = [records.base[at, side]]
-        columns = [FINE + side, FINEST + 2 * side, FINEST + 2 * side + 1][: {2: 0, 4: 1, 8: 3}[r]]
+        columns = [FINE + side, FINEST + 2 * side, FINEST + 2 * side + 1][: SLABS_OF_BITS[r] - 1]
         slabs += [view.slabs[table[sel, c]] for c in columns]
         scale, mid, gain = records.scale[at, side], records.mid[at, side], records.gain[at, side]
         rows[sel] = decode_pages(slabs, scale, mid, gain, b, dtype)

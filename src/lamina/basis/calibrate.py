@@ -1,6 +1,5 @@
 """One streaming pass over text that turns a model into a profile (Lamina SPEC 2)."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from lamina.basis.encoder import measure_kappa
 from lamina.basis.geometry import ModelGeometry, model_geometry
 from lamina.basis.moments import MomentAccumulator
 from lamina.basis.profile import LayerProfile, Profile, energies
-from lamina.basis.transforms import LayerTransform, TransformName, make_transform
+from lamina.basis.transforms import TransformName, make_transform
 from lamina.codec import CodecConfig
 from lamina.codec.page import check_tier
 from lamina.errors import ConfigError, DataError, UnsupportedModelError
@@ -162,8 +161,7 @@ def _layer_profile(stats: MomentAccumulator, config: CalibrationConfig) -> Layer
     k_pages, _ = stats.reservoir()
     kappa = measure_kappa(k_pages @ transform.k_forward.float(), CodecConfig())
     q_energy, v_energy = energies(transform, moments)
-    single = LayerTransform(*(getattr(transform, f.name).float() for f in dataclasses.fields(transform)))
-    return LayerProfile(single, kappa, q_energy, v_energy, moments)
+    return LayerProfile(transform.float(), kappa, q_energy, v_energy, moments)
 
 
 def forward_hidden(model: PreTrainedModel, ids: Tensor, offset: int) -> Tensor:

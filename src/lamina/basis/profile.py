@@ -195,8 +195,7 @@ def derive_layer(transform: LayerTransform, layer: LayerProfile) -> LayerProfile
     q_energy, v_energy = layer.q_energy, layer.v_energy
     if layer.moments is not None:
         q_energy, v_energy = energies(transform, layer.moments)
-    single = LayerTransform(*(getattr(transform, f.name).float() for f in dataclasses.fields(transform)))
-    return LayerProfile(single, torch.zeros_like(layer.kappa), q_energy, v_energy, layer.moments)
+    return LayerProfile(transform.float(), torch.zeros_like(layer.kappa), q_energy, v_energy, layer.moments)
 
 
 def energies(transform: LayerTransform, moments: Moments) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,12 @@ class LayerTransform:
     v_forward: Tensor
     mean_v: Tensor
 
+    def float(self) -> "LayerTransform":
+        """The same bases in float32."""
+        return LayerTransform(
+            self.k_forward.float(), self.q_forward.float(), self.v_forward.float(), self.mean_v.float()
+        )
+
 
 def make_transform(
     name: TransformName | str,

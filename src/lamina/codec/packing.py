@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 SLABS = {"base": 1, "fine": 1, "finest": 2}
+SLABS_OF_BITS = {2: 1, 4: 2, 8: 4}
+"""Slabs, most significant first, that hold codes of so many bits."""
 
 
 def pack_pairs(codes: Tensor) -> Tensor:

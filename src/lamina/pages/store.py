@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lamina.codec import PAGE_TOKENS, EncodedPages
+from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import CacheStateError, NonFiniteError
 from lamina.pages.config import WindowConfig
 from lamina.pages.layout import RecordLayout
@@ -343,7 +344,7 @@ class LayerStore:
             pages += len(starts)
             exact += sum(self._keeps_exact(start, s.length + tokens) for start in starts)
             closing += (rows + tokens) // PAGE_TOKENS
-        slabs = closing * sum({2: 0, 4: 1, 8: 3}[b] for b in bits)
+        slabs = closing * sum(SLABS_OF_BITS[b] - 1 for b in bits)
         needs = ((self.pages, pages), (self.slabs, slabs), (self.exact, exact))
         id_bytes = 4 * (sum(len(s.pages) for s in self.sequences) + pages) - self._page_id_bytes
         self.budget.ensure(lambda: sum(pool.missing_bytes(n) for pool, n in needs) + max(0, id_bytes))
