@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -145,18 +146,25 @@ def without_exact(pages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def storage_bytes(store: LayerStore) -> int:
     """Bytes of every tensor that the store owns, found without its own accounting."""
-    tensors = [t for pool in store.pools for t in pool.data] + [store.page_ids()]
+    tensors = [t for pool in store.arena.pools for t in pool.data] + [store.page_ids()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def check_slots(store: LayerStore) -> None:
     """Every slot is used once or free once, and never both."""
-    table = store.table
-    pages = [p for s in store.sequences for p in s.pages]
+    table = store.arena.table
+    everyone = [*store.sequences, *(s for snapshot in store.snapshots for s in snapshot)]
+    users, holders = Counter(p for s in everyone for p in s.pages), Counter(p for s in everyone for p in s.held)
+    pages = sorted(users)
+    counts = store.arena.counts.tolist()
+    assert counts == [[users[p], holders[p]] for p in range(len(counts))]
+    for p in pages:
+        past_sink = int(table[p, 0]) >= store.window.sink
+        assert (int(table[p, EXACT]) >= 0) == (holders[p] > 0) or not past_sink
     for pool, used in (
-        (store.pages, pages),
-        (store.slabs, [x for p in pages for x in table[p, FINE:EXACT].tolist() if x >= 0]),
-        (store.exact, [x for p in pages for x in table[p, EXACT:].tolist() if x >= 0]),
+        (store.arena.pages, pages),
+        (store.arena.slabs, [x for p in pages for x in table[p, FINE:EXACT].tolist() if x >= 0]),
+        (store.arena.exact, [x for p in pages for x in table[p, EXACT:].tolist() if x >= 0]),
     ):
         assert sorted(used + pool.free) == list(range(pool.slots))
 
@@ -169,14 +177,14 @@ def relative_error(ours: np.ndarray, expected: np.ndarray) -> float:
 
 def poison(store: LayerStore) -> None:
     """Fill everything that is not defined with NaN or ones: rows, slots and records nobody wrote."""
-    records, slabs, exact = (pool.data[0] for pool in store.pools)
+    records, slabs, exact = (pool.data[0] for pool in store.arena.pools)
     used = {p for s in store.sequences for p in s.pages}
     for page in range(len(records)):
-        row = store.table[page].tolist()
+        row = store.arena.table[page].tolist()
         layout = store.layout
         end = layout.center_scale_offset + 2 * layout.n_heads * layout.centered
         records[page, end if page in used and row[TIER] else 0 :] = 255
         if page in used and row[EXACT] >= 0:
             exact[row[EXACT], :, :, row[ROWS] :] = float("nan")
-    slabs[store.slabs.free] = 255
-    exact[store.exact.free] = float("nan")
+    slabs[store.arena.slabs.free] = 255
+    exact[store.arena.exact.free] = float("nan")

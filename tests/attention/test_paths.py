@@ -88,10 +88,10 @@ def build(case: Case) -> tuple[LayerStore, ReadBasis, Tensor, Tensor, Tensor]:
 def shed_some(store: LayerStore, n: int) -> None:
     """Drop planes here and there, not in any sensible order."""
     for i in range(n):
-        found = store.shed_candidates()
+        found = store.arena.shed_candidates()
         if found:
             _, _, page, side = found[(7 * i) % len(found)]
-            store.shed(page, side)
+            store.arena.shed(page, side)
 
 
 def check(result: AttentionOutput, expected: tuple[np.ndarray, ...], tolerance: float) -> None:

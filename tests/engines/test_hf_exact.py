@@ -49,7 +49,7 @@ def test_half_precision_models(dtype: torch.dtype) -> None:
     expected = logits_of(model, ids)
     cache = LaminaCache(model, profile_of("Qwen2"), tiers=8, window=SHORT)
     ours = stepped(model, cache, ids, [100, *range(310, 330)])
-    assert ours.dtype == dtype and cache.layers[0].store.exact.data[0].dtype == dtype
+    assert ours.dtype == dtype and cache.layers[0].store.arena.exact.data[0].dtype == dtype
     error = (ours.float() - expected.float()).abs()
     assert float(error[:, :100].max()) < 0.01
     assert float(error.mean()) < 0.03 and float(error.max()) < 0.3
@@ -77,7 +77,7 @@ def test_sides_and_layers_have_their_own_tiers() -> None:
     stepped(model, cache, ids[:, :130], [])
     cache.tiers = [(8, 8), (2, 4)]
     stepped(model, cache, ids[:, 130:], [])
-    tiers = [layer.store.table[layer.store.sequences[0].pages, 2:4].tolist() for layer in cache.layers]
+    tiers = [layer.store.arena.table[layer.store.sequences[0].pages, 2:4].tolist() for layer in cache.layers]
     assert tiers == [[[2, 8]] * 2 + [[8, 8]] * 2 + [[0, 0]], [[4, 2]] * 2 + [[2, 4]] * 2 + [[0, 0]]]
     assert LaminaCache(model, profile_of("Llama")).tiers == ((2, 2),) * 2, "the profile's own"
 

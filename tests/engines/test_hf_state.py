@@ -364,4 +364,4 @@ def test_rows_with_gradients_are_stored_without_them() -> None:
         model(input_ids=tokens(1, 70), **cache_kwarg(model, cache))
         model(input_ids=tokens(1, 1), **cache_kwarg(model, cache))
     assert lengths(cache) == {71}
-    assert not cache.layers[0].store.exact.data[0].requires_grad
+    assert not cache.layers[0].store.arena.exact.data[0].requires_grad

@@ -64,8 +64,8 @@ def test_tiers_are_asked_for_when_pages_close() -> None:
     store, _ = make_store(1, 16, tiers=tiers)
     k, v = random_rows(1, 1, 4 * 64, 16)
     fill(store, k, v, chunk=64)
-    assert store.table[:, 2:4].tolist() == [[8, 2], [4, 8], [2, 4], [8, 2]]
-    assert (store.table[:, 4:10] >= 0).sum(1).tolist() == [3, 1 + 3, 1, 3]
+    assert store.arena.table[:, 2:4].tolist() == [[8, 2], [4, 8], [2, 4], [8, 2]]
+    assert (store.arena.table[:, 4:10] >= 0).sum(1).tolist() == [3, 1 + 3, 1, 3]
 
 
 def test_without_centers_nothing_is_stored_for_them() -> None:

@@ -39,7 +39,7 @@ def rows(tokens: int, batch: int = 1, seed: int = 0) -> tuple[torch.Tensor, torc
 
 def exact_starts(store: LayerStore) -> list[int]:
     pages = store.sequences[0].pages
-    return [int(store.table[p, START]) for p in pages if store.table[p, EXACT] >= 0]
+    return [int(store.arena.table[p, START]) for p in pages if store.arena.table[p, EXACT] >= 0]
 
 
 def attention_is_right(store: LayerStore, basis: ReadBasis, k: torch.Tensor, v: torch.Tensor, tokens: int) -> None:
@@ -76,9 +76,9 @@ def test_exact_planes_are_kept_as_long_as_needed_and_no_longer(window: tuple[int
         store.settle()
         assert exact_starts(store) == [s for s in range(0, end, 64) if s < sink or s >= oldest]
         for page in store.sequences[0].pages:
-            start, n, slot = (int(store.table[page, c]) for c in (START, ROWS, EXACT))
+            start, n, slot = (int(store.arena.table[page, c]) for c in (START, ROWS, EXACT))
             if slot >= 0:
-                held = store.exact.data[0][slot]
+                held = store.arena.exact.data[0][slot]
                 assert torch.equal(held[0, :, :n], k[0, :, start : start + n])
                 assert torch.equal(held[1, :, :n], v[0, :, start : start + n])
     check_slots(store)
@@ -94,7 +94,7 @@ def test_a_rollback_equals_a_fresh_run(length: int, crop: int) -> None:
     store, basis = make_store(2, DIM, tiers=(4, 8), window=window)
     fill(store, k, v, chunk=50)
     store.settle()
-    store.crop(length - crop)
+    store.crop([length - crop] * len(store.sequences))
     fresh, _ = make_store(2, DIM, tiers=(4, 8), window=window)
     fill(fresh, k2[:, :, : length - crop], v2[:, :, : length - crop])
     for at in range(length - crop, k2.shape[2], 13):
@@ -121,7 +121,7 @@ def test_a_longer_crop_leaves_packed_pages_with_fewer_rows(target: int) -> None:
     fill(store, k, v)
     store.settle()
     before = page_contents(store, 0)
-    store.crop(target)
+    store.crop([target] * len(store.sequences))
     after = page_contents(store, 0)
     assert [p["start"] for p in after] == list(range(0, target, 64))
     assert all(a["record"] == b["record"] and a["slabs"] == b["slabs"] for a, b in zip(after, before))
@@ -131,7 +131,7 @@ def test_a_longer_crop_leaves_packed_pages_with_fewer_rows(target: int) -> None:
     for at, end in ((target, target + 1), (target + 1, target + 8), (target + 8, target + 200)):
         store.append(k2[:, :, at:end], v2[:, :, at:end])
         attention_is_right(store, basis, k2[:, :, :end], v2[:, :, :end], min(8, end - at))
-    starts = [int(store.table[p, START]) for p in store.sequences[0].pages]
+    starts = [int(store.arena.table[p, START]) for p in store.sequences[0].pages]
     assert starts == [*range(0, target, 64), *range(target, target + 200, 64)]
     check_slots(store)
 
@@ -144,17 +144,17 @@ def test_pages_that_start_anywhere_keep_their_open_rows(window: tuple[int, int, 
     store, basis = make_store(2, DIM, tiers=(8, 8), window=WindowConfig(*window))
     fill(store, k[:, :, :450], v[:, :, :450])
     store.settle()
-    store.crop(300)
+    store.crop([300] * len(store.sequences))
     k, v = (torch.cat([x[:, :, :300], x[:, :, 450:]], 2) for x in (k, v))
     for at in range(300, 410, step):
         end = min(at + step, 410)
         store.append(k[:, :, at:end], v[:, :, at:end])
         store.settle()
         last = store.sequences[0].pages[-1]
-        if not store.table[last, TIER]:
-            start, n, slot = (int(store.table[last, c]) for c in (START, ROWS, EXACT))
+        if not store.arena.table[last, TIER]:
+            start, n, slot = (int(store.arena.table[last, c]) for c in (START, ROWS, EXACT))
             assert slot >= 0, f"the open page lost its rows at {end} tokens"
-            assert torch.equal(store.exact.data[0][slot, 0, :, :n], k[0, :, start : start + n])
+            assert torch.equal(store.arena.exact.data[0][slot, 0, :, :n], k[0, :, start : start + n])
         check_slots(store)
     attention_is_right(store, basis, k, v, 5)
 
@@ -163,11 +163,11 @@ def test_a_cut_page_can_be_cut_again() -> None:
     k, v = rows(700)
     store, basis = make_store(2, DIM, window=WindowConfig(64, 64, 0))
     fill(store, k, v)
-    store.crop(300)
-    store.crop(290)
+    store.crop([300] * len(store.sequences))
+    store.crop([290] * len(store.sequences))
     fill(store, *rows(70, seed=3))
-    store.crop(295)
-    store.crop(270)
+    store.crop([295] * len(store.sequences))
+    store.crop([270] * len(store.sequences))
     assert [(p["start"], p["rows"]) for p in page_contents(store, 0)][-1] == (256, 14)
     tail = rows(150, seed=4)
     fill(store, *tail, chunk=30)
@@ -183,7 +183,7 @@ def test_cropping_to_the_first_pages(length: int, target: int) -> None:
     window = WindowConfig(64, 64, 64)
     store, basis = make_store(2, DIM, tiers=(2, 4), window=window)
     fill(store, k, v, chunk=64)
-    store.crop(target)
+    store.crop([target] * len(store.sequences))
     assert [s.length for s in store.sequences] == [target] * 2
     k2, v2 = (torch.cat([x[:, :, :target], y], 2) for x, y in zip((k, v), rows(150, batch=2, seed=5)))
     fill(store, k2, v2, start=target)
@@ -204,9 +204,9 @@ def test_a_crop_out_of_range_changes_nothing(target: int) -> None:
     fill(store, *rows(100))
     before = page_contents(store, 0)
     with pytest.raises(CacheStateError, match=f"cannot crop 100 tokens to {target}"):
-        store.crop(target)
+        store.crop([target] * len(store.sequences))
     assert page_contents(store, 0) == before
-    store.crop(100)
+    store.crop([100] * len(store.sequences))
     assert page_contents(store, 0) == before
 
 
@@ -239,17 +239,17 @@ def test_memory_is_counted_to_the_byte() -> None:
     assert counted()["windows"] == 2 * 2 * 3 * 64 * 48 * 2
     fill(store, k, v, chunk=37, start=50)
     memory = counted()
-    pages, slabs = store.pages.slots, store.slabs.slots
+    pages, slabs = store.arena.pages.slots, store.arena.slabs.slots
     assert memory["codes"] == (2 * pages + slabs) * 3 * 64 * 12
     assert memory["scales"] == pages * 2 * (2 + 2) * 3 * 64
     assert memory["centers"] == pages * (store.layout.record_bytes - store.layout.center_offset)
-    assert memory["page_tables"] == pages * (11 * 4 + 4 * 4) + 2 * 10 * 4
+    assert memory["page_tables"] == pages * (11 * 4 + 4 * 4 + 2 * 4) + 2 * 10 * 4
     for page in list(store.sequences[0].pages[:3]):
-        store.shed(page, 0)
+        store.arena.shed(page, 0)
     counted()
     store.compact()
     assert counted()["codes"] < memory["codes"]
-    store.crop(130)
+    store.crop([130] * len(store.sequences))
     counted()
 
 
@@ -259,12 +259,12 @@ def test_compaction_moves_slots_but_not_contents() -> None:
     fill(store, k, v)
     for i, page in enumerate(p for s in store.sequences for p in s.pages[:7]):
         for _ in range(i % 3):
-            store.shed(page, i % 2)
+            store.arena.shed(page, i % 2)
     before = [page_contents(store, b) for b in (0, 1)]
-    slots = store.slabs.slots
+    slots = store.arena.slabs.slots
     store.compact()
     check_slots(store)
-    assert store.slabs.slots < slots and not store.slabs.free
+    assert store.arena.slabs.slots < slots and not store.arena.slabs.free
     assert [page_contents(store, b) for b in (0, 1)] == before
     attention_is_right(store, basis, k, v, 8)
 
@@ -302,4 +302,4 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         with pytest.raises(CacheStateError, match=message):
             store.append(bad_k, bad_v)
     assert [s.length for s in store.sequences] == [10, 10]
-    assert store.table[:, TIER].tolist() == [0, 0]
+    assert store.arena.table[:, TIER].tolist() == [0, 0]

@@ -69,12 +69,12 @@ class Model:
 
     def crop(self, n: int) -> None:
         self.rows = self.rows[:, :, :, : max(0, self.length - n)]
-        self.store.crop(self.length)
+        self.store.crop([self.length] * len(self.store.sequences))
 
     def shed(self, i: int) -> None:
-        found = self.store.shed_candidates()
+        found = self.store.arena.shed_candidates()
         if found:
-            self.store.shed(*found[i % len(found)][2:])
+            self.store.arena.shed(*found[i % len(found)][2:])
 
     def settle(self, _: int) -> None:
         self.store.settle()
@@ -97,14 +97,14 @@ def check(model: Model) -> None:
         assert sequence.length == model.length
         at = 0
         for i, page in enumerate(sequence.pages):
-            row = store.table[page].tolist()
+            row = store.arena.table[page].tolist()
             assert row[START] == at and 0 < row[ROWS] <= 64
             assert row[TIER] or (row[EXACT] >= 0 and i == len(sequence.pages) - 1)
             in_reach = row[START] < store.window.sink or row[START] >= store.window.kept_from(sequence.length)
             assert in_reach or row[EXACT] >= 0 or row[TIER]
             rows = model.rows[:, b, :, at : at + row[ROWS]]
             if row[EXACT] >= 0:
-                assert torch.equal(store.exact.data[0][row[EXACT]][:, :, : row[ROWS]], rows)
+                assert torch.equal(store.arena.exact.data[0][row[EXACT]][:, :, : row[ROWS]], rows)
             if row[TIER]:
                 check_codes(s, page, row[ROWS], rows)
             at += row[ROWS]

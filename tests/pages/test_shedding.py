@@ -61,7 +61,7 @@ class Cache:
             store.append(k[:, :, start:end], v[:, :, start:end])
 
     def candidates(self) -> list[tuple[float, int]]:
-        return [(loss, start) for s in self.stores for loss, start, _, _ in s.shed_candidates()]
+        return [(loss, start) for s in self.stores for loss, start, _, _ in s.arena.shed_candidates()]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def sizes(rows: Rows) -> tuple[int, int]:
     full = cache.bytes
     for store in cache.stores:
         for _ in range(2):
-            for *_, page, side in store.shed_candidates():
-                store.shed(page, side)
+            for *_, page, side in store.arena.shed_candidates():
+                store.arena.shed(page, side)
         store.compact()
     assert not cache.candidates()
     return full, cache.bytes
@@ -102,7 +102,7 @@ def test_the_budget_holds_at_every_step(rows: Rows, sizes: tuple[int, int], shar
         assert sum(sum(s.memory().values()) for s in cache.stores) == cache.bytes == cache.budget.used
         for i, store in enumerate(cache.stores):
             for page in (p for s in store.sequences for p in s.pages):
-                row = store.table[page].tolist()
+                row = store.arena.table[page].tolist()
                 left = sum(x >= 0 for x in row[FINE:EXACT])
                 assert row[TIER : TIER + 2] in ([0, 0], list(TIERS[i]))
                 assert left <= planes.get((i, page), 99), "a plane never comes back"
@@ -119,21 +119,23 @@ def test_the_least_loss_goes_first_and_nothing_more_than_needed(rows: Rows, size
     order: list[float] = []
     for store in cache.stores:
 
-        def shed(page: int, side: int, store: LayerStore = store, drop: Any = store.shed) -> int:
-            candidate = store.shed_candidate(page, side)
+        def shed(page: int, side: int, store: LayerStore = store, drop: Any = store.arena.shed) -> int:
+            candidate = store.arena.shed_candidate(page, side)
             assert candidate == min(cache.candidates())
             assert candidate is not None
             order.append(candidate[0])
             return drop(page, side)
 
-        store.shed = shed  # type: ignore[method-assign]
+        store.arena.shed = shed  # type: ignore[method-assign]
     for at in range(0, 900, 60):
         cache.append(rows, at, at + 60)
     assert len(order) == cache.pager.planes_shed > 20
     assert len({round(x, 9) for x in order}) > 20
     # one plane is at most two slots, so the last round may not have freed more than that beyond what was short
     assert cache.budget.max_bytes is not None
-    assert cache.budget.max_bytes - cache.bytes < sum(2 * s.slabs.slot_bytes + s.exact.slot_bytes for s in cache.stores)
+    assert cache.budget.max_bytes - cache.bytes < sum(
+        2 * s.arena.slabs.slot_bytes + s.arena.exact.slot_bytes for s in cache.stores
+    )
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 8), (4, 4), (2, 2)])
@@ -174,12 +176,12 @@ def test_a_candidates_loss_is_that_of_what_is_read_next() -> None:
     loss = encoder.shed_loss(*encoder.encode(*(torch.stack(x) for x in zip(*pages)), 8, 4))
     assert bool((loss[:, 0, 0] > loss[:, 0, 1]).all() and (loss[:, 0, 1] > 0).all() and (loss[:, 1, 0] > 0).all())
     for i, page in enumerate(store.sequences[0].pages[:3]):
-        assert store.shed_candidate(page, 1) == (pytest.approx(float(loss[i, 1, 0])), 64 * i)
+        assert store.arena.shed_candidate(page, 1) == (pytest.approx(float(loss[i, 1, 0])), 64 * i)
         for left in (1, 0):
-            assert store.shed_candidate(page, 0) == (pytest.approx(float(loss[i, 0, left])), 64 * i)
-            assert store.shed(page, 0) == (2 if left else 1) * store.slabs.slot_bytes
-        assert store.shed_candidate(page, 0) is None
-    assert [c[3] for c in store.shed_candidates()] == [1, 1, 1], "no open page, no K plane"
+            assert store.arena.shed_candidate(page, 0) == (pytest.approx(float(loss[i, 0, left])), 64 * i)
+            assert store.arena.shed(page, 0) == (2 if left else 1) * store.arena.slabs.slot_bytes
+        assert store.arena.shed_candidate(page, 0) is None
+    assert [c[3] for c in store.arena.shed_candidates()] == [1, 1, 1], "no open page, no K plane"
 
 
 def test_shed_pages_are_still_read_right(rows: Rows, sizes: tuple[int, int]) -> None:
@@ -187,7 +189,7 @@ def test_shed_pages_are_still_read_right(rows: Rows, sizes: tuple[int, int]) -> 
     for at in range(0, 900, 60):
         cache.append(rows, at, at + 60)
     store = cache.stores[-1]
-    planes = (store.table[store.sequences[0].pages][:, [FINE, FINE + 1, FINEST, FINEST + 2]] >= 0).tolist()
+    planes = (store.arena.table[store.sequences[0].pages][:, [FINE, FINE + 1, FINEST, FINEST + 2]] >= 0).tolist()
     assert len({tuple(x) for x in planes}) > 2, "pages of several depths"
     q = torch.randn(BATCH, 4, 8, DIM, generator=generator(0))
     chunk = tuple(x[:, :, -8:] for x in rows[-1])
@@ -213,7 +215,7 @@ def test_an_error_means_that_nothing_is_left_to_shed(rows: Rows, chunk: int) -> 
         except MemoryBudgetError as e:
             failed += 1
             assert "every plane that may be shed is gone" in str(e)
-            assert not store.shed_candidates(), f"max_bytes={max_bytes}, {at} tokens"
+            assert not store.arena.shed_candidates(), f"max_bytes={max_bytes}, {at} tokens"
     assert 0 < failed < len(limits)
 
 
@@ -238,7 +240,7 @@ def test_after_an_error_the_store_is_as_before_and_usable(rows: Rows) -> None:
             assert {**x, "slabs": []} == {**y, "slabs": []}
             for left, had in zip(x.get("slabs", []), y.get("slabs", [])):
                 assert left == had[: len(left)], "planes may be gone, the least significant first"
-    store.crop(at - 70)
+    store.crop([at - 70] * len(store.sequences))
     store.append(k[:, :, at - 70 : at - 30], v[:, :, at - 70 : at - 30])
     assert store.sequences[0].length == at - 30
 

@@ -181,7 +181,7 @@ def slot_bytes(n_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, in
         tiers=lambda: (2, 2),
         budget=Budget(),
     )
-    return store.pages.slot_bytes, store.slabs.slot_bytes, store.exact.slot_bytes
+    return store.arena.pages.slot_bytes, store.arena.slabs.slot_bytes, store.arena.exact.slot_bytes
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:

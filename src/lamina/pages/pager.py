@@ -24,20 +24,20 @@ class Pager:
     def reclaim(self, short: int) -> None:
         """Free at least ``short`` bytes if dropping planes can; least loss first, then the oldest page."""
         stores = self.stores()
-        spare = sum(len(pool.free) * pool.slot_bytes for s in stores for pool in (s.slabs, s.exact))
+        spare = sum(len(pool.free) * pool.slot_bytes for s in stores for pool in s.arena.pools)
         queue: list[Any] = []
         if spare < short:
             queue = [
                 (loss, start, i, page, side)
                 for i, s in enumerate(stores)
-                for loss, start, page, side in s.shed_candidates()
+                for loss, start, page, side in s.arena.shed_candidates()
             ]
             heapq.heapify(queue)
         while spare < short and queue:
             _, _, i, page, side = heapq.heappop(queue)
-            spare += stores[i].shed(page, side)
+            spare += stores[i].arena.shed(page, side)
             self.planes_shed += 1
-            left = stores[i].shed_candidate(page, side)
+            left = stores[i].arena.shed_candidate(page, side)
             if left is not None:
                 heapq.heappush(queue, (left[0], left[1], i, page, side))
         for store in stores:

@@ -51,11 +51,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a pool: shape of a slot, dtype and device."""
+    """One tensor of a pool: shape of a slot, dtype, device, and whether new slots hold zeros."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device | str
+    zeroed: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -81,6 +82,7 @@ class Pool:
 
     def __init__(self, budget: Budget, *fields: Field) -> None:
         self.data = [torch.empty((0, *f.shape), dtype=f.dtype, device=f.device) for f in fields]
+        self.fields = fields
         self.slot_bytes = sum(f.n_bytes for f in fields)
         self.budget = budget
         self.free: list[int] = []
@@ -140,8 +142,8 @@ class Pool:
 
     def _resize(self, n: int) -> None:
         before = self.n_bytes
-        for i, old in enumerate(self.data):
-            new = old.new_empty((n, *old.shape[1:]))
+        for i, (field, old) in enumerate(zip(self.fields, self.data)):
+            new = (old.new_zeros if field.zeroed else old.new_empty)((n, *old.shape[1:]))
             kept = min(n, old.shape[0])
             new[:kept] = old[:kept]
             self.data[i] = new

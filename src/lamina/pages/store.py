@@ -1,7 +1,8 @@
-"""The pages of one layer and their life: open -> closed -> history, and back on roll-back (Lamina SPEC 4)."""
+"""The sequences of one layer and the life of their pages: open -> closed -> history, and back (Lamina SPEC 4)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import CacheStateError, NonFiniteError
+from lamina.pages.arena import Arena
 from lamina.pages.config import WindowConfig
 from lamina.pages.layout import RecordLayout
-from lamina.pages.pool import Budget, Field, Pool
-from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row
+from lamina.pages.pool import Budget
+from lamina.pages.table import EXACT, FINE, ROWS, START, TIER
 
 ENCODE_BATCH = 64
 
@@ -30,11 +32,19 @@ class Encoder(Protocol):
 
 @dataclass
 class Sequence:
-    """Pages of one sequence, oldest first, those of them that keep exact rows past the sink, and its tokens."""
+    """Pages of one sequence, oldest first, those past the sink whose exact rows it holds, and its tokens."""
 
     pages: list[int] = field(default_factory=list)
-    windowed: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     length: int = 0
+
+    def copy(self) -> "Sequence":
+        """Another sequence of the same pages."""
+        return Sequence(list(self.pages), list(self.held), self.length)
+
+
+Snapshot = list[Sequence]
+"""Sequences of a layer as they were at one time; they count as users of their pages."""
 
 
 @dataclass
@@ -70,9 +80,14 @@ class StoreView:
     lengths: Tensor
     window: WindowConfig
 
+    def only(self, sequence: int) -> "StoreView":
+        """The view of one sequence alone."""
+        at = slice(sequence, sequence + 1)
+        return replace(self, page_ids=self.page_ids[at], lengths=self.lengths[at])
+
 
 class LayerStore:
-    """Pages of one layer, for a batch of sequences.
+    """Pages of one layer, for a batch of sequences that may share them.
 
     Parameters
     ----------
@@ -109,43 +124,24 @@ class LayerStore:
         name: str = "layer",
     ) -> None:
         self.layout = RecordLayout(n_heads, head_dim, centered)
+        self.arena = Arena(self.layout, dtype, device, budget)
         self.window, self.encoder, self.tiers, self.budget, self.name = window, encoder, tiers, budget, name
-        self.pages = Pool(
-            budget,
-            Field((self.layout.record_bytes,), torch.uint8, device),
-            Field((COLUMNS,), torch.int32, "cpu"),
-            Field((2, 2), torch.float32, "cpu"),
-        )
-        self.slabs = Pool(budget, Field((n_heads, PAGE_TOKENS, head_dim // 4), torch.uint8, device))
-        self.exact = Pool(budget, Field((2, n_heads, PAGE_TOKENS, head_dim), dtype, device))
         self.sequences: list[Sequence] = []
+        self.snapshots: list[Snapshot] = []
         self._page_ids: Tensor | None = None
         self._page_id_bytes = 0
 
-    @property
-    def pools(self) -> tuple[Pool, ...]:
-        """All storage of the layer except the list of page ids."""
-        return self.pages, self.slabs, self.exact
-
-    @property
-    def table(self) -> Tensor:
-        """Page table, int32 ``[N, 11]`` on the CPU, see :mod:`lamina.pages.table`."""
-        return self.pages.data[1]
-
-    @property
-    def loss(self) -> Tensor:
-        """Predicted loss of reading a page's K or V at 2 or at 4 bits, float32 ``[N, 2, 2]`` on the CPU."""
-        return self.pages.data[2]
-
-    def append(self, k_bhtd: Tensor, v_bhtd: Tensor) -> None:
-        """Append T rows to every sequence, closing the pages that fill up.
+    def append(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> None:
+        """Append rows to the sequences, closing the pages that fill up.
 
         Exact rows that the queries at these positions may read are still there afterwards.
 
         Parameters
         ----------
-        k_bhtd, v_bhtd : Tensor
+        k, v : Tensor
             ``[B, H, T, D]``, after RoPE and any norms.
+        real : Tensor, optional
+            bool ``[B, T]``: rows to store; the others are padding and leave no trace. Default: all.
 
         Raises
         ------
@@ -156,16 +152,19 @@ class LayerStore:
         CacheStateError
             If the shape does not fit the cache.
         """
-        self._check(k_bhtd, v_bhtd)
+        self._check_shape(k, v)
+        rows = [(k[b], v[b]) for b in range(k.shape[0])]
+        if real is not None:
+            rows = [(k_row[:, keep], v_row[:, keep]) for (k_row, v_row), keep in zip(rows, real.to(k.device))]
+        self._check_finite(k, v, rows)
         if not self.sequences:
-            self.sequences = [Sequence() for _ in range(k_bhtd.shape[0])]
+            self.sequences = [Sequence() for _ in rows]
         self.settle()
-        tokens = k_bhtd.shape[2]
         bits = self.tiers()
-        self._make_room(tokens, bits)
+        self._make_room([k_row.shape[1] for k_row, _ in rows], bits)
         closed: list[tuple[int, Tensor, Tensor]] = []
-        for sequence, k, v in zip(self.sequences, k_bhtd, v_bhtd):
-            self._append_one(sequence, k, v, closed)
+        for sequence, (k_row, v_row) in zip(self.sequences, rows):
+            self._append_one(sequence, k_row, v_row, closed)
         for i in range(0, len(closed), ENCODE_BATCH):
             self._close(closed[i : i + ENCODE_BATCH], bits)
 
@@ -173,62 +172,74 @@ class LayerStore:
         """Release the exact rows that no later query, nor a roll-back, can read."""
         for sequence in self.sequences:
             first = self.window.kept_from(sequence.length)
-            while sequence.windowed:
-                page = sequence.windowed[0]
-                if self._cell(page, START) >= first or self._cell(page, TIER) == 0:
-                    break
-                sequence.windowed.pop(0)
-                self.exact.release([self._cell(page, EXACT)])
-                self.table[page, EXACT] = -1
+            n = 0
+            while n < len(sequence.held) and self._is_past(sequence.held[n], first):
+                n += 1
+            if n:
+                self.arena.let_go(sequence.held[:n])
+                del sequence.held[:n]
         self._loosen()
 
-    def crop(self, length: int) -> None:
-        """Keep the first ``length`` tokens of every sequence.
+    def crop(self, lengths: list[int]) -> None:
+        """Keep the first ``lengths[b]`` tokens of every sequence.
 
         A page that is cut and still has its exact rows is re-opened; one in history stays packed with fewer rows.
+        Exact rows that another sequence or a snapshot still holds are used again.
         """
-        for sequence in self.sequences:
-            if length < 0 or length > sequence.length:
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            if not 0 <= length <= sequence.length:
                 raise CacheStateError(f"{self.name}: cannot crop {sequence.length} tokens to {length}")
-            while sequence.pages and self._cell(sequence.pages[-1], START) >= length:
-                page = sequence.pages.pop()
-                self._free(page)
-                sequence.windowed = [p for p in sequence.windowed if p != page]
-                self._page_ids = None
-            sequence.length = length
-            if sequence.pages:
-                page = sequence.pages[-1]
-                rows = length - self._cell(page, START)
-                if rows < self._cell(page, ROWS):
-                    self.table[page, ROWS] = rows
-                    if self._cell(page, EXACT) >= 0:
-                        self._drop_slabs(page)
-                        self.table[page, TIER : TIER + 2] = 0
+        for sequence, length in zip(self.sequences, lengths):
+            if length < sequence.length:
+                self._crop_one(sequence, length)
         self._loosen()
 
-    def reset(self) -> None:
-        """Forget every sequence and give all storage back."""
-        for sequence in self.sequences:
-            for page in sequence.pages:
-                self._free(page)
-        self.sequences = []
+    def select(self, indices: list[int]) -> None:
+        """Make the batch of the sequences ``indices``, in this order; pages are shared until they differ."""
+        chosen = [self.sequences[i].copy() for i in indices]
+        self._replace(chosen)
+
+    def snapshot(self) -> Snapshot:
+        """Remember all sequences as they are now; costs no bytes until they change."""
+        taken = [s.copy() for s in self.sequences]
+        for s in taken:
+            self.arena.retain(s.pages, s.held)
+        self.snapshots.append(taken)
+        return taken
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot, which stays usable."""
+        self._replace([s.copy() for s in snapshot])
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """Give up a snapshot and the pages that it alone uses."""
+        self.snapshots = [s for s in self.snapshots if s is not snapshot]
+        for s in snapshot:
+            self.arena.release(s.pages, s.held)
+        self._loosen()
+
+    def extend(self, other: "LayerStore") -> None:
+        """Add copies of another store's sequences to the batch."""
+        pages = list(dict.fromkeys(p for s in other.sequences for p in s.pages))
+        self.arena.reserve(len(pages), *other.arena.slots_of(pages), 4 * sum(len(s.pages) for s in other.sequences))
+        here = self.arena.take_in(other.arena, pages)
+        for s in other.sequences:
+            added = Sequence([here[p] for p in s.pages], [here[p] for p in s.held], s.length)
+            self.arena.retain(added.pages, added.held)
+            self.sequences.append(added)
         self._page_ids = None
-        for pool in self.pools:
-            pool.shrink()
+
+    def reset(self) -> None:
+        """Forget every sequence; what no snapshot uses is given back."""
+        self._replace([])
+        self.compact()
+        self.page_ids()
 
     def view(self) -> StoreView:
         """What attention reads."""
+        records, slabs, exact = (pool.data[0] for pool in self.arena.pools)
         lengths = torch.tensor([s.length for s in self.sequences], dtype=torch.int32)
-        return StoreView(
-            self.layout,
-            self.pages.data[0],
-            self.slabs.data[0],
-            self.exact.data[0],
-            self.table,
-            self.page_ids(),
-            lengths,
-            self.window,
-        )
+        return StoreView(self.layout, records, slabs, exact, self.arena.table, self.page_ids(), lengths, self.window)
 
     def page_ids(self) -> Tensor:
         """Page ids of every sequence, int32 ``[B, P]``, padded with -1."""
@@ -243,16 +254,9 @@ class LayerStore:
 
     def memory(self) -> dict[str, int]:
         """Allocated bytes by kind."""
-        n, layout = self.pages.slots, self.layout
-        scales = layout.center_offset - layout.scale_offset
-        return {
-            "codes": 2 * layout.slab_bytes * n + self.slabs.n_bytes,
-            "scales": scales * n,
-            "centers": (layout.record_bytes - layout.center_offset) * n,
-            "windows": self.exact.n_bytes,
-            "page_tables": sum(t.untyped_storage().nbytes() for t in self.pages.data[1:])
-            + self.page_ids().untyped_storage().nbytes(),
-        }
+        total = self.arena.memory()
+        total["page_tables"] += self.page_ids().untyped_storage().nbytes()
+        return total
 
     def history_bits(self) -> tuple[int, int]:
         """Bits and elements (K and V) of the rows that attention of the next token reads packed."""
@@ -260,8 +264,7 @@ class LayerStore:
         n_bytes = elements = 0
         for sequence in self.sequences:
             first_exact = self.window.exact_from(sequence.length)
-            for page in sequence.pages:
-                row = self.table[page].tolist()
+            for row in self.arena.table[sequence.pages].tolist() if sequence.pages else ():
                 if row[TIER] == 0 or (row[EXACT] >= 0 and (row[START] < self.window.sink or row[START] >= first_exact)):
                     continue
                 slabs = sum(slot >= 0 for slot in row[FINE:EXACT])
@@ -269,50 +272,39 @@ class LayerStore:
                 elements += 2 * h * d * row[ROWS]
         return n_bytes * 8, elements
 
-    def shed_candidates(self) -> list[tuple[float, int, int, int]]:
-        """Planes that may be dropped now: (predicted loss, start, page, side), one a page and side at most."""
-        found = []
-        for page in (p for s in self.sequences for p in s.pages):
-            for side in (0, 1):
-                candidate = self.shed_candidate(page, side)
-                if candidate is not None:
-                    found.append((*candidate, page, side))
-        return found
-
-    def shed_candidate(self, page: int, side: int) -> tuple[float, int] | None:
-        """Predicted loss and start of a page whose side still has a plane to drop, else None."""
-        row = self.table[page].tolist()
-        if row[FINE + side] < 0:
-            return None
-        return float(self.loss[page, side, 1 if row[FINEST + 2 * side] >= 0 else 0]), row[START]
-
-    def shed(self, page: int, side: int) -> int:
-        """Drop the least significant plane that a page still has on a side; returns the bytes that become free."""
-        columns = [FINEST + 2 * side, FINEST + 2 * side + 1]
-        if self._cell(page, columns[0]) < 0:
-            columns = [FINE + side]
-        slots = [self._cell(page, c) for c in columns]
-        self.slabs.release(slots)
-        self.table[page, columns] = -1
-        return len(slots) * self.slabs.slot_bytes
-
     def compact(self) -> None:
-        """Give the free slots of the slab and exact pools back to the budget."""
-        for pool, columns in ((self.slabs, slice(FINE, EXACT)), (self.exact, slice(EXACT, EXACT + 1))):
-            moved = pool.shrink()
-            if moved:
-                cells = self.table[:, columns]
-                old = torch.tensor(list(moved), dtype=torch.int32)
-                new = torch.tensor(list(moved.values()), dtype=torch.int32)
-                hit = (cells[..., None] == old).nonzero()
-                cells[hit[:, 0], hit[:, 1]] = new[hit[:, 2]]
+        """Give the free slots of all pools back to the budget."""
+        moved = self.arena.compact()
+        if moved:
+            for sequence in self._everyone():
+                sequence.pages = [moved.get(p, p) for p in sequence.pages]
+                sequence.held = [moved.get(p, p) for p in sequence.held]
+            self._page_ids = None
+
+    def _everyone(self) -> Iterator[Sequence]:
+        """Sequences of the batch and of all snapshots."""
+        yield from self.sequences
+        for snapshot in self.snapshots:
+            yield from snapshot
+
+    def _replace(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            self.arena.retain(s.pages, s.held)
+        for s in self.sequences:
+            self.arena.release(s.pages, s.held)
+        self.sequences = sequences
+        self._page_ids = None
+        self._loosen()
 
     def _loosen(self) -> None:
-        """Compact when more than a quarter of a pool is free, as after a long chunk or crop."""
-        if any(len(pool.free) * 4 > pool.slots for pool in (self.slabs, self.exact)):
+        if self.arena.is_loose:
             self.compact()
 
-    def _check(self, k: Tensor, v: Tensor) -> None:
+    def _is_past(self, page: int, first: int) -> bool:
+        """Whether a held page is closed and starts before ``first``."""
+        return self.arena.cell(page, START) < first and self.arena.cell(page, TIER) != 0
+
+    def _check_shape(self, k: Tensor, v: Tensor) -> None:
         h, d = self.layout.n_heads, self.layout.head_dim
         batch = len(self.sequences) or k.shape[0]
         if k.shape != v.shape or k.dim() != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (batch, h, d):
@@ -320,104 +312,131 @@ class LayerStore:
                 f"{self.name}: keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit a cache of {batch} "
                 f"sequences with {h} KV heads of dimension {d}; use a new cache for another batch"
             )
-        if k.dtype != self.exact.data[0].dtype:
-            raise CacheStateError(f"{self.name}: rows are {k.dtype}, the cache holds {self.exact.data[0].dtype}")
-        if not bool(torch.isfinite(k.sum(dtype=torch.float64) + v.sum(dtype=torch.float64))):
-            for side, x in (("key", k), ("value", v)):
+        if k.dtype != self.arena.dtype:
+            raise CacheStateError(f"{self.name}: rows are {k.dtype}, the cache holds {self.arena.dtype}")
+
+    def _check_finite(self, k: Tensor, v: Tensor, rows: list[tuple[Tensor, Tensor]]) -> None:
+        if bool(torch.isfinite(k.sum(dtype=torch.float64) + v.sum(dtype=torch.float64))):
+            return
+        for b, pair in enumerate(rows):
+            for side, x in zip(("key", "value"), pair):
                 bad = (~torch.isfinite(x)).nonzero()
                 if len(bad):
-                    b, head, t, _ = bad[0].tolist()
+                    head, t, _ = bad[0].tolist()
                     position = t + (self.sequences[b].length if self.sequences else 0)
                     raise NonFiniteError(
                         f"{self.name}: the {side} row of sequence {b}, KV head {head}, position {position} holds NaN "
                         "or Inf; the model's weights or inputs are damaged, or its dtype overflows (try bfloat16)"
                     )
 
-    def _make_room(self, tokens: int, bits: tuple[int, int]) -> None:
-        """Reserve every slot that appending ``tokens`` rows can take."""
-        pages = exact = closing = 0
-        for s in self.sequences:
-            is_open = bool(s.pages) and self._cell(s.pages[-1], TIER) == 0
-            rows = self._cell(s.pages[-1], ROWS) if is_open else 0
-            first = s.length + (PAGE_TOKENS - rows if is_open else 0)
-            starts = range(first, s.length + tokens, PAGE_TOKENS)
+    def _make_room(self, tokens: list[int], bits: tuple[int, int]) -> None:
+        """Reserve every slot that appending ``tokens[b]`` rows to each sequence can take."""
+        pages = exact = closing = width = 0
+        shared: Counter[int] = Counter()
+        for s, n in zip(self.sequences, tokens):
+            page = self._open_page(s)
+            rows = 0 if page is None else self.arena.cell(page, ROWS)
+            first = s.length + (PAGE_TOKENS - rows if page is not None else 0)
+            starts = range(first, s.length + n, PAGE_TOKENS)
             pages += len(starts)
-            exact += sum(self._keeps_exact(start, s.length + tokens) for start in starts)
-            closing += (rows + tokens) // PAGE_TOKENS
+            exact += sum(self._keeps_exact(start, s.length + n) for start in starts)
+            closing += (rows + n) // PAGE_TOKENS
+            width = max(width, len(s.pages) + len(starts))
+            if page is not None and n:
+                shared[page] += 1
+        copies = sum(min(n, self.arena.users(page) - 1) for page, n in shared.items())
         slabs = closing * sum(SLABS_OF_BITS[b] - 1 for b in bits)
-        needs = ((self.pages, pages), (self.slabs, slabs), (self.exact, exact))
-        id_bytes = 4 * (sum(len(s.pages) for s in self.sequences) + pages) - self._page_id_bytes
-        self.budget.ensure(lambda: sum(pool.missing_bytes(n) for pool, n in needs) + max(0, id_bytes))
-        for pool, n in needs:
-            pool.reserve(n)
+        id_bytes = max(0, 4 * width * len(self.sequences) - self._page_id_bytes)
+        self.arena.reserve(pages + copies, slabs, exact + copies, id_bytes)
 
     def _keeps_exact(self, start: int, length: int) -> bool:
         """Whether a page keeps its exact rows while the next query is at position ``length``."""
         return start < self.window.sink or start + PAGE_TOKENS > length or start >= self.window.kept_from(length)
 
+    def _open_page(self, sequence: Sequence) -> int | None:
+        """The page that the sequence's next row goes to, if it is there already."""
+        if sequence.pages and self.arena.cell(sequence.pages[-1], TIER) == 0:
+            return sequence.pages[-1]
+        return None
+
     def _append_one(self, sequence: Sequence, k: Tensor, v: Tensor, closed: list[tuple[int, Tensor, Tensor]]) -> None:
         """Write rows ``[H, T, D]`` to the sequence's pages; pages that fill up are added to ``closed``."""
         tokens = k.shape[1]
         end = sequence.length + tokens
+        page = self._open_page(sequence)
+        if page is not None and tokens and self.arena.users(page) > 1:
+            self._own(sequence, self.arena.cell(page, ROWS))
+            page = sequence.pages[-1]
         done = 0
         while done < tokens:
-            page = sequence.pages[-1] if sequence.pages else -1
-            if page < 0 or self._cell(page, TIER) or self._cell(page, ROWS) == PAGE_TOKENS:
-                page = self._open_page(sequence, self._keeps_exact(sequence.length, end))
-            rows = self._cell(page, ROWS)
+            if page is None:
+                page = self._start_page(sequence, self._keeps_exact(sequence.length, end))
+            rows = self.arena.cell(page, ROWS)
             n = min(PAGE_TOKENS - rows, tokens - done)
-            slot = self._cell(page, EXACT)
             k_rows, v_rows = k[:, done : done + n], v[:, done : done + n]
+            slot = self.arena.cell(page, EXACT)
             if slot >= 0:
-                self.exact.data[0][slot, 0, :, rows : rows + n] = k_rows
-                self.exact.data[0][slot, 1, :, rows : rows + n] = v_rows
-                k_rows, v_rows = self.exact.data[0][slot]
-            self.table[page, ROWS] = rows + n
-            if rows + n == PAGE_TOKENS:
-                closed.append((page, k_rows, v_rows))
+                self.arena.write(page, rows, k_rows, v_rows)
+                k_rows, v_rows = self.arena.exact.data[0][slot]
+            self.arena.table[page, ROWS] = rows + n
             done += n
             sequence.length += n
+            if rows + n == PAGE_TOKENS:
+                closed.append((page, k_rows, v_rows))
+                page = None
 
-    def _open_page(self, sequence: Sequence, exact: bool) -> int:
-        page = self.pages.allocate()
-        row = new_row(sequence.length)
-        if exact:
-            row[EXACT] = self.exact.allocate()
-            if sequence.length >= self.window.sink:
-                sequence.windowed.append(page)
-        self.table[page] = torch.tensor(row, dtype=torch.int32)
+    def _start_page(self, sequence: Sequence, exact: bool) -> int:
+        held = exact and sequence.length >= self.window.sink
+        page = self.arena.open(sequence.length, exact=exact, held=held)
         sequence.pages.append(page)
+        if held:
+            sequence.held.append(page)
         self._page_ids = None
         return page
 
+    def _own(self, sequence: Sequence, rows: int) -> None:
+        """Replace the sequence's last page, which others use too, by a copy of its first ``rows`` rows."""
+        page = sequence.pages[-1]
+        held = self.arena.cell(page, EXACT) >= 0 and self.arena.cell(page, START) >= self.window.sink
+        copy = self.arena.copy(page, rows, held=held)
+        gone = [p for p in sequence.held if p == page]
+        sequence.pages[-1] = copy
+        sequence.held = [p for p in sequence.held if p != page] + [copy] * held
+        self.arena.release([page], gone)
+        self._page_ids = None
+
+    def _crop_one(self, sequence: Sequence, length: int) -> None:
+        last = next((p for p in reversed(sequence.pages) if self.arena.cell(p, START) < length), None)
+        if last is not None and self.arena.users(last) > 1:
+            self.arena.reserve(1, *self.arena.copy_slots(last))
+        # Making room may have renumbered the pages.
+        starts = self.arena.table[sequence.pages, START].tolist() if sequence.pages else []
+        kept = [p for p, start in zip(sequence.pages, starts) if start < length]
+        gone = sequence.pages[len(kept) :]
+        self.arena.release(gone, [p for p in sequence.held if p in set(gone)])
+        sequence.pages, sequence.length = kept, length
+        sequence.held = [p for p in sequence.held if p not in set(gone)]
+        self._page_ids = None
+        if not kept:
+            return
+        rows = length - starts[len(kept) - 1]
+        if rows < self.arena.cell(kept[-1], ROWS):
+            if self.arena.users(kept[-1]) > 1:
+                self._own(sequence, rows)
+            else:
+                self.arena.table[kept[-1], ROWS] = rows
+                if self.arena.cell(kept[-1], EXACT) >= 0:
+                    self.arena.reopen(kept[-1])
+        first = max(self.window.sink, self.window.kept_from(length))
+        again = [
+            p
+            for p, start in zip(sequence.pages, starts)
+            if start >= first and self.arena.cell(p, EXACT) >= 0 and p not in sequence.held
+        ]
+        self.arena.retain([], again)
+        sequence.held = [p for p in sequence.pages if p in {*sequence.held, *again}]
+
     def _close(self, pages: list[tuple[int, Tensor, Tensor]], bits: tuple[int, int]) -> None:
         """Encode full pages and write their records and planes."""
-        ids = torch.tensor([p for p, _, _ in pages])
         k, v = self.encoder.encode(torch.stack([k for _, k, _ in pages]), torch.stack([v for _, _, v in pages]), *bits)
-        views = self.layout.views(self.pages.data[0])
-        for side, e in enumerate((k, v)):
-            views.base[ids, side] = e.slabs[0]
-            views.scale[ids, side], views.mid[ids, side], views.gain[ids, side] = e.scale, e.mid, e.gain
-            columns = [FINE + side, FINEST + 2 * side, FINEST + 2 * side + 1][: len(e.slabs) - 1]
-            for column, slab in zip(columns, e.slabs[1:]):
-                slots = torch.tensor([self.slabs.allocate() for _ in pages])
-                self.slabs.data[0][slots] = slab
-                self.table[ids, column] = slots.int()
-            self.table[ids, TIER + side] = e.bits
-        if k.center is not None and k.center_scale is not None:
-            views.center[ids], views.center_scale[ids] = k.center, k.center_scale  # type: ignore[index]
-        self.loss[ids] = self.encoder.shed_loss(k, v).cpu()
-
-    def _drop_slabs(self, page: int) -> None:
-        slots = [s for s in self.table[page, FINE:EXACT].tolist() if s >= 0]
-        self.slabs.release(slots)
-        self.table[page, FINE:EXACT] = -1
-
-    def _free(self, page: int) -> None:
-        self._drop_slabs(page)
-        if self._cell(page, EXACT) >= 0:
-            self.exact.release([self._cell(page, EXACT)])
-        self.pages.release([page])
-
-    def _cell(self, page: int, column: int) -> int:
-        return int(self.table[page, column])
+        self.arena.close([p for p, _, _ in pages], k, v, self.encoder.shed_loss(k, v))

@@ -1,0 +1,263 @@
+"""The storage of one layer's pages: records, planes, exact rows and the page table. Knows pages, not sequences."""
+
+import torch
+from torch import Tensor
+
+from lamina.codec import PAGE_TOKENS, EncodedPages
+from lamina.pages.layout import RecordLayout
+from lamina.pages.pool import Budget, Field, Pool
+from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row
+
+USERS, HOLDERS = 0, 1
+"""Columns of the counts: sequences that a page belongs to, and those of them that still need its exact rows."""
+
+
+class Arena:
+    """Pages of one layer; sequences share them by count.
+
+    Parameters
+    ----------
+    layout : RecordLayout
+        Of a closed page.
+    dtype, device
+        Of the engine's rows.
+    budget : Budget
+        Where the bytes are accounted.
+    """
+
+    def __init__(self, layout: RecordLayout, dtype: torch.dtype, device: torch.device | str, budget: Budget) -> None:
+        h, d = layout.n_heads, layout.head_dim
+        self.layout, self.budget, self.dtype, self.device = layout, budget, dtype, torch.device(device)
+        self.pages = Pool(
+            budget,
+            Field((layout.record_bytes,), torch.uint8, device),
+            Field((COLUMNS,), torch.int32, "cpu"),
+            Field((2, 2), torch.float32, "cpu"),
+            Field((2,), torch.int32, "cpu", zeroed=True),
+        )
+        self.slabs = Pool(budget, Field((h, PAGE_TOKENS, d // 4), torch.uint8, device))
+        self.exact = Pool(budget, Field((2, h, PAGE_TOKENS, d), dtype, device))
+
+    @property
+    def pools(self) -> tuple[Pool, Pool, Pool]:
+        """All storage."""
+        return self.pages, self.slabs, self.exact
+
+    @property
+    def table(self) -> Tensor:
+        """Page table, int32 ``[N, 11]`` on the CPU, see :mod:`lamina.pages.table`."""
+        return self.pages.data[1]
+
+    @property
+    def loss(self) -> Tensor:
+        """Predicted loss of reading a page's K or V at 2 or at 4 bits, float32 ``[N, 2, 2]`` on the CPU."""
+        return self.pages.data[2]
+
+    @property
+    def counts(self) -> Tensor:
+        """int32 ``[N, 2]`` on the CPU: users and holders of every page, 0 where a page is free."""
+        return self.pages.data[3]
+
+    def cell(self, page: int, column: int) -> int:
+        """One number of the page table."""
+        return int(self.table[page, column])
+
+    def users(self, page: int) -> int:
+        """Sequences that a page belongs to."""
+        return int(self.counts[page, USERS])
+
+    def reserve(self, pages: int, slabs: int, exact: int, other: int = 0) -> None:
+        """Make sure that so many slots can be handed out, and that ``other`` bytes fit the budget besides."""
+        needs = ((self.pages, pages), (self.slabs, slabs), (self.exact, exact))
+        self.budget.ensure(lambda: sum(pool.missing_bytes(n) for pool, n in needs) + other)
+        for pool, n in needs:
+            pool.reserve(n)
+
+    def open(self, start: int, *, exact: bool, held: bool) -> int:
+        """An empty open page for one sequence, from reserved slots."""
+        page = self.pages.allocate()
+        row = new_row(start)
+        if exact:
+            row[EXACT] = self.exact.allocate()
+        self.table[page] = torch.tensor(row, dtype=torch.int32)
+        self.counts[page] = torch.tensor([1, int(held)], dtype=torch.int32)
+        return page
+
+    def write(self, page: int, rows: int, k: Tensor, v: Tensor) -> None:
+        """Write exact rows ``[H, n, D]`` behind the first ``rows`` of an open page."""
+        slot = self.exact.data[0][self.cell(page, EXACT)]
+        slot[0, :, rows : rows + k.shape[1]] = k
+        slot[1, :, rows : rows + v.shape[1]] = v
+
+    def close(self, pages: list[int], k: EncodedPages, v: EncodedPages, loss: Tensor) -> None:
+        """Write the records and planes of encoded pages."""
+        ids = _ids(pages)
+        views = self.layout.views(self.pages.data[0])
+        for side, e in enumerate((k, v)):
+            views.base[ids, side] = e.slabs[0]
+            views.scale[ids, side], views.mid[ids, side], views.gain[ids, side] = e.scale, e.mid, e.gain
+            columns = [FINE + side, FINEST + 2 * side, FINEST + 2 * side + 1][: len(e.slabs) - 1]
+            for column, slab in zip(columns, e.slabs[1:]):
+                slots = torch.tensor([self.slabs.allocate() for _ in pages])
+                self.slabs.data[0][slots] = slab
+                self.table[ids, column] = slots.int()
+            self.table[ids, TIER + side] = e.bits
+        if k.center is not None and k.center_scale is not None:
+            views.center[ids], views.center_scale[ids] = k.center, k.center_scale  # type: ignore[index]
+        self.loss[ids] = loss.cpu()
+
+    def reopen(self, page: int) -> None:
+        """Drop the codes of a page that has exact rows."""
+        self._release_slabs(_ids([page]))
+        self.table[page, TIER : TIER + 2] = 0
+
+    def copy_slots(self, page: int) -> tuple[int, int]:
+        """Slabs and exact slots that :meth:`copy` of a page takes."""
+        row = self.table[page].tolist()
+        return (0, 1) if row[EXACT] >= 0 else (sum(slot >= 0 for slot in row[FINE:EXACT]), 0)
+
+    def copy(self, page: int, rows: int, *, held: bool) -> int:
+        """Copy the first ``rows`` rows of a page for one sequence, as an open page if its exact rows are there."""
+        row = self.table[page].tolist()
+        if row[EXACT] >= 0:
+            new = self.open(row[START], exact=True, held=held)
+            self.exact.data[0][self.cell(new, EXACT), :, :, :rows] = self.exact.data[0][row[EXACT], :, :, :rows]
+        else:
+            new = self.open(row[START], exact=False, held=False)
+            for data in self.pages.data[:3]:
+                data[new] = data[page]
+            for column in range(FINE, EXACT):
+                if row[column] >= 0:
+                    slot = self.slabs.allocate()
+                    self.slabs.data[0][slot] = self.slabs.data[0][row[column]]
+                    self.table[new, column] = slot
+        self.table[new, ROWS] = rows
+        return new
+
+    def retain(self, pages: list[int], held: list[int]) -> None:
+        """Count one more user of ``pages``, and one more holder of those in ``held``."""
+        self.counts[_ids(pages), USERS] += 1
+        self.counts[_ids(held), HOLDERS] += 1
+
+    def release(self, pages: list[int], held: list[int]) -> None:
+        """Count one user and holder less; what nobody uses is freed, exact rows that nobody holds are released."""
+        self.let_go(held)
+        ids = _ids(pages)
+        self.counts[ids, USERS] -= 1
+        ids = ids[self.counts[ids, USERS] == 0]
+        self._release_slabs(ids)
+        self._release_exact(ids)
+        self.pages.release(ids.tolist())
+
+    def let_go(self, held: list[int]) -> None:
+        """Count one holder less of every page in ``held``; exact rows of pages without holders are released."""
+        ids = _ids(held)
+        self.counts[ids, HOLDERS] -= 1
+        self._release_exact(ids[self.counts[ids, HOLDERS] == 0])
+
+    def take_in(self, other: "Arena", pages: list[int]) -> dict[int, int]:
+        """Copy pages of another arena of the same layout, from reserved slots; users and holders start at 0.
+
+        Returns
+        -------
+        dict
+            Page there -> page here.
+        """
+        here = [self.pages.allocate() for _ in pages]
+        there, ids = _ids(pages), _ids(here)
+        for mine, theirs in zip(self.pages.data[:3], other.pages.data[:3]):
+            mine[ids] = theirs[there].to(mine.device)
+        self.counts[ids] = 0
+        for pool, source, columns in (
+            (self.slabs, other.slabs, range(FINE, EXACT)),
+            (self.exact, other.exact, range(EXACT, EXACT + 1)),
+        ):
+            for column in columns:
+                used = self.table[ids, column] >= 0
+                slots = torch.tensor([pool.allocate() for _ in range(int(used.sum()))], dtype=torch.long)
+                old = other.table[there[used], column].long()
+                pool.data[0][slots] = source.data[0][old].to(pool.data[0].device)
+                self.table[ids[used], column] = slots.int()
+        return dict(zip(pages, here))
+
+    def slots_of(self, pages: list[int]) -> tuple[int, int]:
+        """Slabs and exact slots that these pages hold."""
+        rows = self.table[_ids(pages)]
+        return int((rows[:, FINE:EXACT] >= 0).sum()), int((rows[:, EXACT] >= 0).sum())
+
+    def shed_candidates(self) -> list[tuple[float, int, int, int]]:
+        """Planes that may be dropped now: (predicted loss, start, page, side), one a page and side at most."""
+        used = self.counts[:, USERS] > 0
+        found = []
+        for side in (0, 1):
+            for page in (used & (self.table[:, FINE + side] >= 0)).nonzero()[:, 0].tolist():
+                candidate = self.shed_candidate(page, side)
+                if candidate is not None:
+                    found.append((*candidate, page, side))
+        return found
+
+    def shed_candidate(self, page: int, side: int) -> tuple[float, int] | None:
+        """Predicted loss and start of a page whose side still has a plane to drop, else None."""
+        row = self.table[page].tolist()
+        if row[FINE + side] < 0:
+            return None
+        return float(self.loss[page, side, 1 if row[FINEST + 2 * side] >= 0 else 0]), row[START]
+
+    def shed(self, page: int, side: int) -> int:
+        """Drop the least significant plane that a page still has on a side; returns the bytes that become free."""
+        columns = [FINEST + 2 * side, FINEST + 2 * side + 1]
+        if self.cell(page, columns[0]) < 0:
+            columns = [FINE + side]
+        slots = [self.cell(page, c) for c in columns]
+        self.slabs.release(slots)
+        self.table[page, columns] = -1
+        return len(slots) * self.slabs.slot_bytes
+
+    def compact(self) -> dict[int, int]:
+        """Give free slots back to the budget.
+
+        Returns
+        -------
+        dict
+            Page -> its new number, for every page that moved.
+        """
+        moved_pages = self.pages.shrink()
+        for pool, columns in ((self.slabs, slice(FINE, EXACT)), (self.exact, slice(EXACT, EXACT + 1))):
+            moved = pool.shrink()
+            if moved:
+                cells = self.table[:, columns]
+                new = torch.arange(max(moved) + 2, dtype=torch.int32)
+                new[-1] = -1
+                new[list(moved)] = torch.tensor(list(moved.values()), dtype=torch.int32)
+                cells.copy_(new[cells.long().clamp(max=max(moved))])
+        return moved_pages
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether more than a quarter of a pool is free, as after a long chunk or a crop."""
+        return any(len(pool.free) * 4 > pool.slots for pool in self.pools)
+
+    def memory(self) -> dict[str, int]:
+        """Allocated bytes by kind."""
+        n, layout = self.pages.slots, self.layout
+        return {
+            "codes": 2 * layout.slab_bytes * n + self.slabs.n_bytes,
+            "scales": (layout.center_offset - layout.scale_offset) * n,
+            "centers": (layout.record_bytes - layout.center_offset) * n,
+            "windows": self.exact.n_bytes,
+            "page_tables": sum(t.untyped_storage().nbytes() for t in self.pages.data[1:]),
+        }
+
+    def _release_slabs(self, ids: Tensor) -> None:
+        cells = self.table[ids, FINE:EXACT]
+        self.slabs.release(cells[cells >= 0].tolist())
+        self.table[ids, FINE:EXACT] = -1
+
+    def _release_exact(self, ids: Tensor) -> None:
+        slots = self.table[ids, EXACT]
+        self.exact.release(slots[slots >= 0].tolist())
+        self.table[ids, EXACT] = -1
+
+
+def _ids(pages: list[int]) -> Tensor:
+    return torch.tensor(pages, dtype=torch.long)
