@@ -116,7 +116,8 @@ def stored(view: StoreView) -> oracle.Stored:
 
 def oracle_basis(basis: ReadBasis) -> oracle.Basis:
     tensors = (basis.q_forward, basis.v_forward, basis.mean_v, basis.kappa)
-    return oracle.Basis(*(t.double().numpy() for t in tensors), basis.scaling)
+    sinks = None if basis.sinks is None else basis.sinks.double().numpy()
+    return oracle.Basis(*(t.double().numpy() for t in tensors), basis.scaling, basis.softcap, sinks)
 
 
 def page_contents(store: LayerStore, sequence: int) -> list[dict[str, Any]]:

@@ -258,13 +258,15 @@ class Stored:
 # ---------------------------------------------------------------------------------------------------------- attention
 @dataclass
 class Basis:
-    """``q_forward``, ``v_forward`` [H, D, D], ``mean_v`` [H, D], ``kappa`` [H, 3, 3], and the factor on q.k."""
+    """``q_forward``, ``v_forward`` [H, D, D], ``mean_v`` [H, D], ``kappa`` [H, 3, 3], factor on q.k, cap, sinks [Hq]."""
 
     q_forward: np.ndarray
     v_forward: np.ndarray
     mean_v: np.ndarray
     kappa: np.ndarray
     scaling: float
+    softcap: float = 0.0
+    sinks: np.ndarray | None = None
 
 
 def attend(q, stored, basis, chunk=None):
@@ -287,6 +289,8 @@ def _attend_sequence(q, stored, b, basis, chunk):
     logits, values, packed = [], [], []
 
     def add(x, v, is_packed, seen):
+        if basis.softcap:
+            x = np.tanh(x / basis.softcap) * basis.softcap
         logits.append(np.where(seen, x, -np.inf))
         values.append(v)
         packed.append(np.full(x.shape[-1], is_packed))
@@ -316,7 +320,12 @@ def _attend_sequence(q, stored, b, basis, chunk):
         k, v = chunk[0][b].astype(np.float64), chunk[1][b].astype(np.float64)
         add(_dot(q, k), v, False, np.tri(tokens, dtype=bool))
     x, packed = np.concatenate(logits, -1), np.concatenate(packed)
-    lse, lse_packed = _lse(x), _lse(np.where(packed, x, -np.inf))
+    lse_packed = _lse(np.where(packed, x, -np.inf))
+    if basis.sinks is not None:
+        sink = np.broadcast_to(basis.sinks.reshape(h, -1, 1, 1), (*x.shape[:-1], 1))
+        lse = _lse(np.concatenate([x, sink], -1))
+    else:
+        lse = _lse(x)
     out = np.exp(x - lse[..., None]) @ np.concatenate(values, 1)[:, None]
     return out.reshape(n_q, tokens, dim).swapaxes(0, 1), lse_packed.reshape(n_q, -1), lse.reshape(n_q, -1)
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numba
 import numpy as np
@@ -49,6 +49,8 @@ class Case:
     codec: CodecConfig = field(default_factory=CodecConfig)
     shed: int = 0
     tokens: int = 400
+    softcap: float = 0.0
+    sinks: bool = False
 
 
 CASES = [
@@ -63,6 +65,10 @@ CASES = [
     Case("fp16", dtype=torch.float16, tiers=MIXED, dim=96),
     Case("uncentred", codec=CodecConfig(center=False), tiers=MIXED, dim=112),
     Case("clip", codec=CodecConfig(rule="clip"), tiers=MIXED),  # type: ignore[arg-type]
+    Case("softcap", tiers=MIXED, softcap=3.0, group=3),
+    Case("sinks", tiers=MIXED, sinks=True, batch=2),
+    Case("softcap-and-sinks", tiers=MIXED, softcap=2.0, sinks=True, heads=1, group=8, dim=80),
+    Case("head-dim-512", tiers=((2, 4), (8, 2)), heads=1, dim=512, group=1),
     Case("no-mass-correction", codec=CodecConfig(mass_correction=False), tiers=((2, 2),), dim=128),
 ]
 matrix = pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -81,6 +87,8 @@ def build(case: Case) -> tuple[LayerStore, ReadBasis, Tensor, Tensor, Tensor]:
         profile=layer_profile(case.heads, case.dim, seed=len(case.id)),
     )
     k, v = random_rows(case.batch, case.heads, case.tokens, case.dim, seed=1, dtype=case.dtype)
+    sinks = torch.randn(case.heads * case.group, generator=generator(5)) + 4 if case.sinks else None
+    basis = replace(basis, softcap=case.softcap, sinks=sinks)
     q = torch.randn(case.batch, case.heads * case.group, case.tokens, case.dim, generator=generator(2))
     return store, basis, q.to(case.dtype).float() * 1.5, k, v
 
@@ -114,13 +122,13 @@ def test_decode_at_every_position(case: Case) -> None:
             shed_some(store, case.shed)
         view, q_now = store.view(), q[:, :, at : at + n]
         expected = oracle.attend(q_now.numpy(), stored(view), theirs)
-        check(attend_cpu(q_now, view, basis), expected, TOLERANCE["cpu"])
+        check(attend_cpu(q_now, view, basis).with_sinks(basis.sinks), expected, TOLERANCE["cpu"])
         packed_rows += int(np.isfinite(expected[1]).sum())
         if call % 7 == 0:
             check(attend_reference(q_now, view, basis), expected, TOLERANCE["reference"])
             chunk = (k[:, :, at : at + n], v[:, :, at : at + n])
             expected = oracle.attend(q_now.numpy(), stored(view), theirs, tuple(x.double().numpy() for x in chunk))
-            check(attend_blocked(q_now, view, basis, chunk), expected, TOLERANCE["blocked"])
+            check(attend_blocked(q_now, view, basis, chunk).with_sinks(basis.sinks), expected, TOLERANCE["blocked"])
         at, call = at + n, call + 1
     assert packed_rows > 100
 
@@ -139,7 +147,7 @@ def test_prefill_at_every_position(case: Case, chunk: int) -> None:
         expected = oracle.attend(
             q_now.numpy(), stored(view), oracle_basis(basis), tuple(x.double().numpy() for x in rows)
         )
-        check(attend_blocked(q_now, view, basis, rows), expected, TOLERANCE["blocked"])
+        check(attend_blocked(q_now, view, basis, rows).with_sinks(basis.sinks), expected, TOLERANCE["blocked"])
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ NEVER = float("-inf")
 class _Partial:
     """Running softmax: maximum, mass and weighted values of the rows seen so far."""
 
-    def __init__(self, shape: tuple[int, ...], dim: int, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dim: int, device: torch.device, softcap: float) -> None:
+        self.softcap = softcap
         self.peak = torch.full(shape, NEVER, device=device)
         self.mass = torch.zeros(shape, device=device)
         self.acc = torch.zeros(*shape, dim, device=device)
@@ -42,6 +43,8 @@ class _Partial:
             logits = (x.flatten(1, 2) @ k.mT).view(*x.shape[:3], -1)
             if noise is not None:
                 logits -= x.square().sum(-1, keepdim=True) / 2 * noise[:, None, None]
+            if self.softcap:
+                logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
             logits.masked_fill_(~seen[tile], NEVER)
             peak = torch.maximum(self.peak[:, :, tile], logits.amax(-1))
             safe = torch.where(peak == NEVER, 0.0, peak)
@@ -91,7 +94,7 @@ def _attend_sequence(
     positions = torch.arange(before, before + tokens, device=device)
     q = q_htd.float().unflatten(0, (n_kv, -1)) * basis.scaling
     q_packed = (q.flatten(1, 2) @ basis.q_forward).view_as(q)
-    exact, packed = (_Partial(q.shape[:3], dim, device) for _ in range(2))
+    exact, packed = (_Partial(q.shape[:3], dim, device, basis.softcap) for _ in range(2))
 
     ids = view.page_ids[b]
     ids = ids[ids >= 0].long()

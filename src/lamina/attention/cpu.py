@@ -44,6 +44,7 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
         window.recent,
         kind,
     )
+    cap = np.float32(basis.softcap)
     decode(
         (q_bhtd.float() * basis.scaling).contiguous().numpy(),
         basis.q_forward.numpy(),
@@ -58,6 +59,7 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
         view.page_ids.numpy(),
         view.lengths.numpy(),
         meta,
+        cap,
         partial,
         out,
         lse,
@@ -69,4 +71,5 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
 def _splits(items: int, pages: int) -> int:
     """Shares that the pages are cut into, so that every thread has work and none gets less than ``MIN_PAGES``."""
     threads = torch.get_num_threads()
+    items = max(items, 1)
     return max(1, min(pages // MIN_PAGES, -(-4 * threads // items))) if threads > 1 else 1

@@ -17,8 +17,8 @@ NEVER = np.float32(-1e30)
 
 @njit(parallel=True, fastmath=True, cache=True, nogil=True)
 def decode(
-    q, q_forward, v_forward, mean_v, kappa, records, records16, slabs, exact, table, page_ids, lengths, meta, partial,
-    out, lse,
+    q, q_forward, v_forward, mean_v, kappa, records, records16, slabs, exact, table, page_ids, lengths, meta, cap,
+    partial, out, lse,
 ):  # fmt: skip
     """Attend; shapes as in :func:`lamina.attention.cpu.attend_cpu`; fills ``out`` and ``lse``."""
     batch, n_kv, tokens, splits, group, _, _ = partial.shape
@@ -39,7 +39,7 @@ def decode(
         share = page_ids[b, pages * part // splits : pages * (part + 1) // splits]
         _attend_share(
             q_exact, q_packed, records, records16, slabs, exact, table, share, lengths[b] - tokens + i, kappa[h], meta,
-            h, partial[b, h, i, part],
+            cap, h, partial[b, h, i, part],
         )  # fmt: skip
     for item in prange(batch * n_kv * tokens):
         i = item % tokens
@@ -52,7 +52,7 @@ def decode(
 
 @njit(fastmath=True)
 def _attend_share(
-    q, q_packed, records, records16, slabs, exact, table, pages, position, kappa, meta, h, partial
+    q, q_packed, records, records16, slabs, exact, table, pages, position, kappa, meta, cap, h, partial
 ):  # fmt: skip
     """Rows of some pages for one query token and KV head: fills ``partial [g, 2, D + 2]`` (values, maximum, mass)."""
     group, dim = q.shape
@@ -87,6 +87,7 @@ def _attend_share(
                 for g in range(group):
                     logits[g, t] = _dot(q[g], row, dim)
             for g in range(group):
+                _cap(logits[g], n, cap)
                 _softmax_step(logits[g], n, partial[g, EXACT], dim)
             for t in range(n):
                 _load_exact(exact, kind, slot, 1, h, t, dim, row)
@@ -113,6 +114,7 @@ def _attend_share(
                 dot = _dot(q_packed[g], row, dim)
                 logits[g, t] = step * dot + zero * total[g] + from_center[g] - energy[g] * noise * step * step
         for g in range(group):
+            _cap(logits[g], n, cap)
             _softmax_step(logits[g], n, partial[g, PACKED], dim)
             offset[g] = 0
 
@@ -201,6 +203,14 @@ def _load_exact(exact, kind, slot, side, h, t, dim, row):
     else:
         for i in range(dim):
             row[i] = _fp16(exact[slot, side, h, t, i])
+
+
+@njit(fastmath=True, inline="always")
+def _cap(logits, n, cap):
+    """Cap n logits, unless ``cap`` is 0."""
+    if cap > 0:
+        for t in range(n):
+            logits[t] = cap * np.tanh(logits[t] / cap)
 
 
 @njit(fastmath=True, inline="always")

@@ -33,10 +33,10 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
     if q_bhtd.device.type == "cpu" and q_bhtd.shape[2] <= CPU_KERNEL_QUERIES:
         from lamina.attention.cpu import attend_cpu
 
-        return attend_cpu(q_bhtd, view, basis)
+        return attend_cpu(q_bhtd, view, basis).with_sinks(basis.sinks)
     if q_bhtd.device.type != "cpu":
         _announce_once(q_bhtd.device)
-    return attend_blocked(q_bhtd, view, basis, chunk)
+    return attend_blocked(q_bhtd, view, basis, chunk).with_sinks(basis.sinks)
 
 
 def _announce_once(device: torch.device) -> None:

@@ -46,7 +46,7 @@ def attend_reference(
                 rows.append((False, chunk[0][b, :, : i + 1].to(dtype), chunk[1][b, :, : i + 1].to(dtype), None))
             result = _attend_one(q_bhtd[b, :, i].to(dtype), rows, basis)
             out[b, i], lse_packed[b, :, i], lse[b, :, i] = result
-    return AttentionOutput(out.to(q_bhtd.dtype), lse_packed.float(), lse.float())
+    return AttentionOutput(out.to(q_bhtd.dtype), lse_packed.float(), lse.float()).with_sinks(basis.sinks)
 
 
 def _rows(
@@ -85,6 +85,8 @@ def _attend_one(q: Tensor, rows: list, basis: ReadBasis) -> tuple[Tensor, Tensor
         x = (q_packed if is_packed else q) @ k.mT
         if is_packed:
             x = x - q_packed.square().sum(-1, keepdim=True) * noise[:, None] / 2
+        if basis.softcap:
+            x = basis.softcap * (x / basis.softcap).tanh()
         logits.append(x)
         packed.append(torch.full((x.shape[-1],), is_packed))
     p = torch.cat(logits, -1)

@@ -21,6 +21,10 @@ class ReadBasis:
         float32 ``[H, 3, 3]``, by tier and bits read; 0 switches the mass correction off.
     scaling : float
         Factor on q.k.
+    softcap : float
+        c of the logits' cap, c tanh(x / c); 0 means none. The mass correction is taken off before the cap.
+    sinks : Tensor or None
+        float32 ``[Hq]``: logits that take part in the softmax without a value.
     """
 
     q_forward: Tensor
@@ -28,6 +32,8 @@ class ReadBasis:
     mean_v: Tensor
     kappa: Tensor
     scaling: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
 
 @dataclass
@@ -39,9 +45,18 @@ class AttentionOutput:
     out : Tensor
         ``[B, T, Hq, D]`` in q's dtype.
     lse_packed, lse : Tensor
-        float32 ``[B, Hq, T]``: log-sum-exp of the logits of the packed rows (-inf without any) and of all rows.
+        float32 ``[B, Hq, T]``: log-sum-exp of the logits of the packed rows (-inf without any) and of all rows, sink
+        logits included.
     """
 
     out: Tensor
     lse_packed: Tensor
     lse: Tensor
+
+    def with_sinks(self, sinks: Tensor | None) -> "AttentionOutput":
+        """The result when logits ``[Hq]`` without a value join the softmax."""
+        if sinks is None:
+            return self
+        extra = sinks.float()[None, :, None].to(self.lse.device)
+        share = (self.lse - extra).sigmoid().mT[..., None]
+        return AttentionOutput((self.out * share).to(self.out.dtype), self.lse_packed, self.lse.logaddexp(extra))

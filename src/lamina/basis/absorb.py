@@ -47,12 +47,14 @@ def absorb_value_basis(model: PreTrainedModel, profile: Profile) -> Profile:
     profile.check_model(geometry)
     if profile.absorbed or getattr(model.config, "lamina_absorbed", False):
         raise ProfileError("V's basis was folded into this model before; load the model and its profile afresh")
-    modules = _attention_modules(model, geometry.n_layers)
+    if geometry.shares_kv:
+        raise UnsupportedModelError("layers share keys and values, so V's basis cannot be folded into one of them")
+    modules = _attention_modules(model, list(geometry.packed))
     ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
     saved = [[p.detach().clone() for p in _parameters(m)] for m in modules]
     with torch.no_grad():
         before = forward_hidden(model, ids, 0).float()
-        for module, layer in zip(modules, profile.layers):
+        for module, layer in zip(modules, profile.packed.values()):
             _fold(module, layer.transform.v_forward)
         change = float((forward_hidden(model, ids, 0).float() - before).norm() / before.norm())
         limit = TOLERANCE.get(modules[0].v_proj.weight.dtype, 5e-2)
@@ -65,7 +67,7 @@ def absorb_value_basis(model: PreTrainedModel, profile: Profile) -> Profile:
                 "between its value projection and its attention, or between attention and output projection"
             )
     model.config.lamina_absorbed = True
-    return dataclasses.replace(profile, layers=[_absorbed(layer) for layer in profile.layers], absorbed=True)
+    return dataclasses.replace(profile, layers=[layer and _absorbed(layer) for layer in profile.layers], absorbed=True)
 
 
 def _absorbed(layer: LayerProfile) -> LayerProfile:
@@ -76,18 +78,19 @@ def _absorbed(layer: LayerProfile) -> LayerProfile:
     return dataclasses.replace(layer, transform=transform, moments=None)
 
 
-def _attention_modules(model: PreTrainedModel, n_layers: int) -> list[Any]:
+def _attention_modules(model: PreTrainedModel, layers: list[int]) -> list[Any]:
     found: dict[int, Any] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and hasattr(module, "v_proj") and hasattr(module, "o_proj"):
             found[index] = module
-    if sorted(found) != list(range(n_layers)):
+    if not set(layers) <= set(found):
         raise UnsupportedModelError(f"{type(model).__name__} has no separate v_proj and o_proj in every layer")
-    for i, module in found.items():
+    for i in layers:
+        module = found[i]
         if not module.v_proj.weight.is_floating_point():
             raise UnsupportedModelError(f"layer {i}: v_proj is quantised; fold V's basis before quantising the weights")
-    return [found[i] for i in range(n_layers)]
+    return [found[i] for i in layers]
 
 
 def _parameters(module: Any) -> list[Tensor]:

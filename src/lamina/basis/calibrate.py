@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lamina import __version__
 from lamina.basis.encoder import measure_kappa
 from lamina.basis.geometry import ModelGeometry, model_geometry
+from lamina.basis.host_attention import host_attention
 from lamina.basis.moments import MomentAccumulator
 from lamina.basis.profile import LayerProfile, Profile, energies
 from lamina.basis.transforms import TransformName, make_transform
@@ -22,6 +22,7 @@ from lamina.codec.page import check_tier
 from lamina.errors import ConfigError, DataError, UnsupportedModelError
 
 CAPTURE = "lamina_capture"
+OWNER = "lamina_owner"
 MAX_CONTEXT = 131072
 PROBE_TOKENS = 256
 OFFSET_TOLERANCE = 0.05
@@ -105,7 +106,7 @@ def calibrate(
     config = config or CalibrationConfig()
     geometry = model_geometry(model.config)
     generator = torch.Generator().manual_seed(config.seed)
-    stats = [MomentAccumulator(config.skip, config.reservoir_pages, generator) for _ in range(geometry.n_layers)]
+    stats = {i: MomentAccumulator(config.skip, config.reservoir_pages, generator) for i in geometry.packed}
     limit = min(geometry.max_positions, config.max_context or MAX_CONTEXT)
     tokens = longest = 0
     random_offsets: bool | None = None
@@ -127,19 +128,17 @@ def calibrate(
             tokens += ids.numel()
             if progress is not None:
                 progress(tokens)
-    if not tokens or not stats[0].n_paged:
+    if not tokens or not any(s.n_paged for s in stats.values()):
         raise DataError(
             f"{tokens} tokens of text hold no whole page after the first {config.skip} tokens of a sequence; "
             "give more text or longer sequences"
         )
-    if missing := [i for i, s in enumerate(stats) if not s.n_paged]:
+    if missing := [i for i, s in stats.items() if not s.n_paged]:
         raise UnsupportedModelError(f"layers {missing} did not go through transformers' attention interface")
     return Profile(
-        layers=[_layer_profile(s, config) for s in stats],
+        layers=[_layer_profile(stats[i], config) if i in stats else None for i in range(geometry.n_layers)],
         model_id=model_id or getattr(model.config, "_name_or_path", "") or "unnamed",
         config_hash=geometry.config_hash,
-        n_kv_heads=geometry.n_kv_heads,
-        head_dim=geometry.head_dim,
         transform=str(config.transform),
         tiers=[config.tiers] * geometry.n_layers,
         info={
@@ -181,7 +180,7 @@ def _positions_are_relative(model: PreTrainedModel, ids: Tensor, limit: int) -> 
 
 
 @contextmanager
-def capturing(model: PreTrainedModel, stats: list[MomentAccumulator]) -> Iterator[Callable[[], Any]]:
+def capturing(model: PreTrainedModel, stats: dict[int, MomentAccumulator]) -> Iterator[Callable[[], Any]]:
     """Route the model's attention through a function that can feed ``stats``; restored on exit.
 
     Yields a context manager factory: statistics are taken only inside it.
@@ -192,7 +191,7 @@ def capturing(model: PreTrainedModel, stats: list[MomentAccumulator]) -> Iterato
     @contextmanager
     def collect() -> Iterator[None]:
         for m in modules:
-            m.lamina_stats = stats[m.layer_idx] if m.layer_idx < len(stats) else None
+            m.lamina_stats = stats.get(m.layer_idx)
         try:
             yield
         finally:
@@ -209,10 +208,15 @@ def capturing(model: PreTrainedModel, stats: list[MomentAccumulator]) -> Iterato
 def _capture_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    output, weights = host_attention(module, query, key, value, attention_mask, **kwargs)
+    # Layers that share keys hand on the very tensor, so it can tell whose statistics their queries belong to.
+    owner = getattr(key, OWNER, None)
     stats = getattr(module, "lamina_stats", None)
-    if stats is not None:
+    if owner is not None:
+        owner.add_queries(query, output)
+    elif stats is not None:
         stats.update(query, key, value, output)
+        setattr(key, OWNER, stats)
     return output, weights
 
 
@@ -223,6 +227,11 @@ def check_attention_interface(model: PreTrainedModel, geometry: ModelGeometry) -
             f"{type(model).__name__} does not use transformers' attention interface, so its {geometry.n_layers} "
             "layers cannot read a packed cache"
         )
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} looks ahead in layer {module.layer_idx}; a cache needs causal attention"
+            )
 
 
 AttentionInterface.register(CAPTURE, _capture_attention)

@@ -70,17 +70,11 @@ class MomentAccumulator:
         o_bthd : Tensor
             ``[B, T, Hq, D]``, the attention output.
         """
-        batch, n_kv, tokens, dim = k_bhtd.shape
+        batch, n_kv, tokens, _ = k_bhtd.shape
         if tokens <= self.skip:
             return
-        q, k, v = (x[:, :, self.skip :].double() for x in (q_bhtd, k_bhtd, v_bhtd))
-        o = o_bthd[:, self.skip :].double().transpose(1, 2)
-        q, o = (x.reshape(batch, n_kv, -1, dim) for x in (q, o))
-        self._add("c_q", q)
-        self._add("c_s_softmax", o)
-        self.n_q += batch * q.shape[2]
-        self.n_out += batch * o.shape[2]
-
+        self._add_queries(q_bhtd, o_bthd, n_kv)
+        k, v = (x[:, :, self.skip :].double() for x in (k_bhtd, v_bhtd))
         self._add("c_v", v)
         self.sums["mean_v"] = self.sums.get("mean_v", 0) + v.sum((0, 2))
         c_q = self.sums["c_q"] / self.n_q
@@ -95,6 +89,19 @@ class MomentAccumulator:
             self._add("c_k", (k_pages - k_pages.mean(3, keepdim=True)).flatten(2, 3))
             self.n_paged += batch * cut
             self._sample(k_pages, v_pages)
+
+    def add_queries(self, q_bhtd: Tensor, o_bthd: Tensor) -> None:
+        """Add queries and outputs of another layer that reads this layer's keys and values."""
+        if q_bhtd.shape[2] > self.skip:
+            self._add_queries(q_bhtd, o_bthd, self.sums["c_q"].shape[0])
+
+    def _add_queries(self, q_bhtd: Tensor, o_bthd: Tensor, n_kv: int) -> None:
+        q, o = q_bhtd[:, :, self.skip :].double(), o_bthd[:, self.skip :].double().transpose(1, 2)
+        q, o = (x.reshape(x.shape[0], n_kv, -1, x.shape[-1]) for x in (q, o))
+        self._add("c_q", q)
+        self._add("c_s_softmax", o)
+        self.n_q += q.shape[0] * q.shape[2]
+        self.n_out += o.shape[0] * o.shape[2]
 
     def result(self) -> Moments:
         """Moments so far; needs at least one whole page."""

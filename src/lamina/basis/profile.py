@@ -1,6 +1,7 @@
 """The profile: everything calibration learnt about one model, in one safetensors file."""
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +19,11 @@ from lamina.basis.transforms import LayerTransform, check_condition, make_transf
 from lamina.errors import ProfileError
 
 FORMAT = "lamina-profile"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 META_FIELDS = {
     "model_id": str,
     "config_hash": str,
-    "n_layers": int,
-    "n_kv_heads": int,
-    "head_dim": int,
+    "layers": list,
     "transform": str,
     "tiers": list,
     "absorbed": bool,
@@ -55,6 +54,16 @@ class LayerProfile:
     v_energy: Tensor
     moments: Moments | None = None
 
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads."""
+        return self.transform.k_forward.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Head dimension."""
+        return self.transform.k_forward.shape[-1]
+
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor, as stored."""
         named = {f.name: getattr(self.transform, f.name) for f in dataclasses.fields(self.transform)}
@@ -79,31 +88,41 @@ class Profile:
 
     Attributes
     ----------
-    layers : list of LayerProfile
-        One a layer.
+    layers : list of LayerProfile or None
+        One a layer of the model; None where transformers keeps the cache.
     model_id, config_hash : str
         The model it was made from.
-    n_kv_heads, head_dim : int
-        Geometry.
     transform : str
         Name of the transform.
     tiers : list of (int, int)
-        Initial bits of K and V, one pair a layer.
+        Initial bits of K and V, one pair a layer of the model.
     absorbed : bool
         Whether V's basis was folded into the model's weights, see :func:`lamina.basis.absorb.absorb_value_basis`.
     info : dict
         Tokens, data digest, positions, package version.
     """
 
-    layers: list[LayerProfile]
+    layers: list[LayerProfile | None]
     model_id: str
     config_hash: str
-    n_kv_heads: int
-    head_dim: int
     transform: str
     tiers: list[tuple[int, int]]
     absorbed: bool = False
     info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> dict[int, LayerProfile]:
+        """The layers that Lamina keeps, by index."""
+        return {i: layer for i, layer in enumerate(self.layers) if layer is not None}
+
+    def digest(self) -> str:
+        """First 16 hex digits of a SHA-256 over the bases and what else packed rows are read with."""
+        found = hashlib.sha256()
+        for i, layer in self.packed.items():
+            for name, tensor in layer.tensors().items():
+                if not name.startswith("moments."):
+                    found.update(f"{i} {name} ".encode() + tensor.numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
         """Write the profile; a file that is already there is replaced in one step."""
@@ -114,15 +133,13 @@ class Profile:
             "package_version": __version__,
             "model_id": self.model_id,
             "config_hash": self.config_hash,
-            "n_layers": len(self.layers),
-            "n_kv_heads": self.n_kv_heads,
-            "head_dim": self.head_dim,
+            "layers": [None if x is None else [x.n_kv_heads, x.head_dim] for x in self.layers],
             "transform": self.transform,
             "tiers": self.tiers,
             "absorbed": self.absorbed,
             "info": self.info,
         }
-        tensors = {f"layers.{i}.{n}": t for i, layer in enumerate(self.layers) for n, t in layer.tensors().items()}
+        tensors = {f"layers.{i}.{n}": t for i, layer in self.packed.items() for n, t in layer.tensors().items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         save_file(tensors, partial, metadata={"lamina": json.dumps(meta)})
@@ -139,23 +156,27 @@ class Profile:
             holds NaN or Inf; if a key basis is singular.
         """
         meta, tensors = _read(Path(path))
-        n_layers, n_heads, dim = meta["n_layers"], meta["n_kv_heads"], meta["head_dim"]
+        shapes = meta["layers"]
+        n_layers = len(shapes)
         if len(meta["tiers"]) != n_layers or any(not isinstance(t, list) or len(t) != 2 for t in meta["tiers"]):
             raise ProfileError(f"{path}: tiers {meta['tiers']!r} are not {n_layers} pairs of bits; calibrate again")
-        layers = []
-        for i in range(n_layers):
+        layers: list[LayerProfile | None] = []
+        for i, shape in enumerate(shapes):
+            if shape is None:
+                layers.append(None)
+                continue
+            if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) for n in shape):
+                raise ProfileError(f"{path}: layer {i} has geometry {shape!r}, not KV heads and head dimension")
             prefix = f"layers.{i}."
             named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             if not named:
                 raise ProfileError(f"{path}: layer {i} of {n_layers} is missing; calibrate again")
-            _check_layer(f"{path}: layer {i}", named, n_heads, dim)
+            _check_layer(f"{path}: layer {i}", named, *shape)
             layers.append(LayerProfile.from_tensors(named))
         return cls(
             layers,
             meta["model_id"],
             meta["config_hash"],
-            n_heads,
-            dim,
             meta["transform"],
             [tuple(t) for t in meta["tiers"]],
             meta["absorbed"],
@@ -164,15 +185,18 @@ class Profile:
 
     def check_model(self, geometry: ModelGeometry) -> None:
         """Raise ProfileError unless the profile belongs to a model of this geometry."""
-        for what, mine, theirs in (
-            ("layers", len(self.layers), geometry.n_layers),
-            ("KV heads", self.n_kv_heads, geometry.n_kv_heads),
-            ("head dimension", self.head_dim, geometry.head_dim),
-            ("configuration hash", self.config_hash, geometry.config_hash),
-        ):
-            if mine != theirs:
+        checks: list[tuple[str, Any, Any]] = [("layers", len(self.layers), geometry.n_layers)]
+        checks.append(("full-attention layers", list(self.packed), list(geometry.packed)))
+        for i, layer in geometry.packed.items():
+            mine = self.packed.get(i)
+            if mine is not None:
+                checks.append((f"layer {i}: KV heads", mine.n_kv_heads, layer.n_kv_heads))
+                checks.append((f"layer {i}: head dimension", mine.head_dim, layer.head_dim))
+        checks.append(("configuration hash", self.config_hash, geometry.config_hash))
+        for what, ours, theirs in checks:
+            if ours != theirs:
                 raise ProfileError(
-                    f"the profile of {self.model_id!r} does not fit this model: {what} {mine} against {theirs}; "
+                    f"the profile of {self.model_id!r} does not fit this model: {what} {ours} against {theirs}; "
                     "calibrate a profile for this model"
                 )
 
@@ -183,10 +207,10 @@ class Profile:
         """
         if self.absorbed:
             raise ProfileError("the profile's value basis was folded into the model; derive from the original profile")
-        layers = []
-        for layer in self.layers:
-            transform = make_transform(name, layer.moments, n_heads=self.n_kv_heads, head_dim=self.head_dim, **options)
-            layers.append(derive_layer(transform, layer))
+        layers: list[LayerProfile | None] = [None] * len(self.layers)
+        for i, layer in self.packed.items():
+            shape = {"n_heads": layer.n_kv_heads, "head_dim": layer.head_dim}
+            layers[i] = derive_layer(make_transform(name, layer.moments, **shape, **options), layer)
         return dataclasses.replace(self, layers=layers, transform=str(name))
 
 

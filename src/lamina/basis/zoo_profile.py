@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from lamina.basis.geometry import ModelGeometry
+from lamina.basis.geometry import LayerKind, ModelGeometry
 from lamina.basis.profile import LayerProfile, Profile
 from lamina.basis.rotation_zoo import load_rotation_zoo, save_rotation_zoo
 from lamina.basis.transforms import LayerTransform, TransformName
-from lamina.errors import ProfileError
+from lamina.errors import ProfileError, UnsupportedModelError
 
 
 def import_rotation_zoo(k_path: str | Path, v_path: str | Path, geometry: ModelGeometry, model_id: str) -> Profile:
@@ -30,11 +30,18 @@ def import_rotation_zoo(k_path: str | Path, v_path: str | Path, geometry: ModelG
     ------
     ProfileError
         If a file is unreadable or does not fit the model.
+    UnsupportedModelError
+        If the model's layers differ in size or kind.
     """
-    shape = {"n_layers": geometry.n_layers, "n_kv_heads": geometry.n_kv_heads, "head_dim": geometry.head_dim}
+    first = geometry.layers[0]
+    if set(geometry.layers) != {first} or first.kind != LayerKind.FULL:
+        raise UnsupportedModelError(
+            "a rotation file has one matrix of one size for every layer, but this model's layers differ; calibrate it"
+        )
+    heads, dim = first.n_kv_heads, first.head_dim
+    shape = {"n_layers": geometry.n_layers, "n_kv_heads": heads, "head_dim": dim}
     k, v = load_rotation_zoo(k_path, **shape), load_rotation_zoo(v_path, **shape)
-    heads, dim = geometry.n_kv_heads, geometry.head_dim
-    layers = []
+    layers: list[LayerProfile | None] = []
     for i, (k_layer, v_layer) in enumerate(zip(k, v)):
         # Files are rounded to 16 bits at times: the exact inverse keeps q'.k' = q.k.
         q_forward = torch.linalg.inv(k_layer.double()).mT.float()
@@ -47,8 +54,6 @@ def import_rotation_zoo(k_path: str | Path, v_path: str | Path, geometry: ModelG
         layers=layers,
         model_id=model_id,
         config_hash=geometry.config_hash,
-        n_kv_heads=heads,
-        head_dim=dim,
         transform=str(TransformName.OSCAR),
         tiers=[(2, 2)] * geometry.n_layers,
         info={"imported_from": [Path(k_path).name, Path(v_path).name]},
@@ -64,7 +69,9 @@ def export_rotation_zoo(profile: Profile, k_path: str | Path, v_path: str | Path
         If the profile's key basis is not orthogonal, or values are stored about their mean, which the format cannot
         express.
     """
-    transforms = [layer.transform for layer in profile.layers]
+    transforms = [layer.transform for layer in profile.packed.values()]
+    if len(transforms) < len(profile.layers) or len({t.k_forward.shape for t in transforms}) > 1:
+        raise ProfileError("a rotation file has one matrix of one size for every layer; this profile's layers differ")
     if profile.transform == TransformName.BALANCED or any(bool(t.mean_v.any()) for t in transforms):
         raise ProfileError(
             f"a {profile.transform!r} profile cannot be written as rotations: the format knows neither stretched keys "
