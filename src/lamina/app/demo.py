@@ -214,7 +214,7 @@ def _cache(loaded: LoadedModel, profile: Profile, arm: Arm) -> Any:
 
 
 def _row(result: ArmResult, speed: float, cache: Any, geometry: ModelGeometry, length: int) -> DemoRow:
-    bf16 = 4 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * length
+    bf16 = 2 * (geometry.elements(length) + geometry.window_elements(length))
     return DemoRow(
         name=result.name,
         bits=result.bits_history,
@@ -232,7 +232,7 @@ def _explain(loaded: LoadedModel, path: Path, prompt_tokens: int, held: Sequence
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     limit = g.max_positions
     packed = sequence_bytes(g, [(2, 2)], limit, torch.bfloat16, window)
-    plain = 4 * g.n_layers * g.n_kv_heads * g.head_dim * limit
+    plain = 2 * (g.elements(limit) + g.window_elements(limit))
     names = ", ".join(source.name for source in held)
     screen.show(
         f"Lamina's caches keep the first {window.sink} and the last {window.recent} to {exact} tokens exactly, here in "

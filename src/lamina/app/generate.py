@@ -200,13 +200,13 @@ def generate_text(
 def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel) -> GenerationReport:
     """Put a text and its cache's figures together."""
     bits = cache.bits()
-    g = loaded.geometry
+    memory = cache.memory()
     return GenerationReport(
         **asdict(done),
         bits_history=bits["history"],
         bits_at_context=bits["context"],
-        kv_bytes=sum(cache.memory().values()),
-        kv_bytes_bf16=4 * g.n_layers * g.n_kv_heads * g.head_dim * cache.get_seq_length(),
+        kv_bytes=sum(memory.values()),
+        kv_bytes_bf16=2 * loaded.geometry.elements(cache.get_seq_length()) + memory.get("host_layers", 0),
         planes_shed=cache.pager.planes_shed,
     )
 

@@ -118,8 +118,11 @@ def make_plan(request: PlanRequest, screen: Screen) -> Plan:
             f"the weights of {request.model} take {format_bytes(weights)} in {request.dtype}, which leaves nothing of "
             f"{format_bytes(memory)} less a reserve of {format_bytes(reserve)}; plan with more --memory"
         )
-    elements = 2 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim
-    sizes: dict[str, Callable[[int], int]] = {"bf16": lambda t: 2 * elements * t, "fp8": lambda t: elements * t}
+
+    def plain(tokens: int) -> int:
+        return geometry.elements(tokens) + geometry.window_elements(tokens)
+
+    sizes: dict[str, Callable[[int], int]] = {"bf16": lambda t: 2 * plain(t), "fp8": plain}
     sizes |= {name: _sizer(geometry, tiers, dtype, window) for name, tiers in vectors.items()}
     return Plan(
         model=request.model,
@@ -141,6 +144,8 @@ def sequence_bytes(
 ) -> int:
     """Bytes of the cache of one sequence, all told: pages, planes, exact windows with roll-back, tables.
 
+    Sliding-window layers, which stay with transformers, count with the tokens of their window.
+
     What a :class:`lamina.engines.hf.LaminaCache` allocates while it decodes. Its pools grow in steps, by at most 1/32
     of this; and while a chunk of prompt is read, exact rows of as many pages as it touches are there as well, though
     never more than one recent window.
@@ -160,12 +165,15 @@ def sequence_bytes(
     """
     if len(tiers) not in (1, geometry.n_layers):
         raise ConfigError(f"{len(tiers)} tiers do not fit {geometry.n_layers} layers; give one pair, or one a layer")
-    page, slab, exact = slot_bytes(geometry.n_kv_heads, geometry.head_dim, dtype)
     pages, closed = -(-tokens // PAGE_TOKENS), tokens // PAGE_TOKENS
     windowed = (window.sink + window.recent + window.rollback) // PAGE_TOKENS + 1
-    fixed = pages * (page + PAGE_ID_BYTES) + min(pages, windowed) * exact
-    layers = Counter({pair: count * geometry.n_layers // len(tiers) for pair, count in Counter(tiers).items()})
-    return sum(n * (fixed + closed * slab * (SLABS_OF_BITS[k] + SLABS_OF_BITS[v] - 2)) for (k, v), n in layers.items())
+    total = dtype.itemsize * geometry.window_elements(tokens)
+    layers = Counter(((g.n_kv_heads, g.head_dim), tiers[i % len(tiers)]) for i, g in geometry.packed.items())
+    for (shape, (k, v)), n in layers.items():
+        page, slab, exact = slot_bytes(*shape, dtype)
+        fixed = pages * (page + PAGE_ID_BYTES) + min(pages, windowed) * exact
+        total += n * (fixed + closed * slab * (SLABS_OF_BITS[k] + SLABS_OF_BITS[v] - 2))
+    return total
 
 
 @lru_cache

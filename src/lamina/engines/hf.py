@@ -1,146 +1,73 @@
-"""The transformers engine: a cache object and an attention function that reads it."""
+"""The transformers engine: a cache whose full-attention layers are pages of codes."""
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import Cache, PreTrainedModel
 
-from lamina.attention.dispatch import attend
-from lamina.attention.types import ReadBasis
 from lamina.basis.calibrate import check_attention_interface
-from lamina.basis.encoder import PageEncoder
-from lamina.basis.geometry import model_geometry
+from lamina.basis.geometry import LayerKind, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
 from lamina.codec.page import check_tier
-from lamina.errors import CacheStateError, ConfigError, UnsupportedModelError
-from lamina.pages import Budget, LayerStore, WindowConfig
+from lamina.engines import host_layers
+from lamina.engines.hf_layer import ATTENTION, HANDLE, LaminaLayer, lamina_attention
+from lamina.engines.padding import Padding
+from lamina.errors import CacheStateError, ConfigError
+from lamina.pages import Budget, WindowConfig
 from lamina.pages.pager import attach_pager
 
-ATTENTION = "lamina"
-HANDLE = "lamina_layer"
+__all__ = ["ATTENTION", "HANDLE", "LaminaCache", "LaminaLayer", "Snapshot", "Tiers", "lamina_attention"]
 
 Tiers = int | tuple[int, int] | Sequence[tuple[int, int]] | None
 """Bits of K and V: one number, a pair, a pair a layer, or the profile's."""
 
 
-class LaminaLayer(CacheLayerMixin):
-    """One layer of a :class:`LaminaCache`.
+class Snapshot:
+    """A cache as it was at one time, from :meth:`LaminaCache.snapshot`.
 
-    ``update`` returns the rows it was given; the key tensor carries the layer, which the attention function reads.
+    It shares its pages with the cache until they change, and keeps them until it is released or deleted.
     """
 
-    is_compileable = False
-    is_sliding = False
-    is_croppable = True
+    def __init__(self, cache: "LaminaCache") -> None:
+        self.cache = weakref.ref(cache)
+        self.padding, self.seen = cache.padding.columns, cache.get_seq_length()
+        self.stores = [layer.store.snapshot() if layer.store is not None else [] for layer in cache.ours]
+        self.hosts = {i: deepcopy(cache.layers[i]) for i in cache.hosts}
+        self.released = False
 
-    def __init__(self, cache: "LaminaCache", index: int) -> None:
-        super().__init__()
-        self.cache = weakref.proxy(cache)
-        self.index = index
-        self.store: Any = None
-        self.basis: Any = None
-        self.unread = False
+    def release(self) -> None:
+        """Give the pages up that nothing else uses."""
+        cache = self.cache()
+        if cache is not None and not self.released:
+            for layer, taken in zip(cache.ours, self.stores):
+                if layer.store is not None:
+                    layer.store.forget(taken)
+        self.released = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Create the page store, now that dtype and device are known."""
-        cache, i = self.cache, self.index
-        device = key_states.device
-        encoder = PageEncoder(cache.profile.layers[i], cache.codec, cache.scaling[i], device)
-        self.store = LayerStore(
-            cache.profile.n_kv_heads,
-            cache.profile.head_dim,
-            key_states.dtype,
-            device,
-            window=cache.window,
-            encoder=encoder,
-            tiers=lambda: cache.tiers[i],
-            budget=cache.budget,
-            centered=cache.codec.center,
-            name=f"layer {i}",
-        )
-        self.basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store rows ``[B, H, T, D]``; returns them with this layer attached."""
-        self.cache.check_state(self.index, key_states.shape[2])
-        key_states, value_states = key_states.detach(), value_states.detach()
-        if self.store is None:
-            self.lazy_initialization(key_states, value_states)
-        self.store.append(key_states, value_states)
-        self.unread = True
-        setattr(key_states, HANDLE, self)
-        return key_states, value_states
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention output ``[B, T, Hq, D]`` of the tokens that were just stored; it carries no gradient."""
-        out = attend(query.detach(), self.store.view(), self.basis, (key, value)).out
-        if query.shape[2] > 1:
-            self.store.settle()
-        return out
-
-    @property
-    def scaling(self) -> float:
-        """Factor on q.k."""
-        return self.basis.scaling
-
-    def get_seq_length(self) -> int:
-        """Tokens stored."""
-        return self.store.sequences[0].length if self.store is not None and self.store.sequences else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask must cover."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens."""
-        self.unread = False
-        if self.store is not None and tokens_to_remove:
-            self.store.crop(self.get_seq_length() + tokens_to_remove)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.unread = False
-        if self.store is not None:
-            self.store.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Not available."""
-        raise CacheStateError("LaminaCache cannot reorder sequences yet; use num_beams=1")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Not available."""
-        raise CacheStateError("LaminaCache cannot repeat sequences yet; repeat the prompt instead")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Not available."""
-        raise CacheStateError("LaminaCache cannot select sequences yet; run the batch to its end")
+    def __del__(self) -> None:
+        """Release the pages."""
+        if hasattr(self, "released"):
+            self.release()
 
 
 class LaminaCache(Cache):
     """A KV cache of packed pages for a transformers model.
 
     Pass it as the cache of ``model(...)`` or ``model.generate(...)``. Creating it switches the model's attention to
-    ``"lamina"``, which without this cache is transformers' sdpa attention.
+    ``"lamina"``, which without this cache is the model's own attention. Full-attention layers are packed; sliding
+    window and linear attention layers keep transformers' own cache.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder-only model with full attention in every layer.
+        A decoder-only model.
     profile : Profile
         Calibrated for this model.
     tiers : int, (int, int) or list, optional
@@ -150,9 +77,24 @@ class LaminaCache(Cache):
     codec : CodecConfig
         How closed pages are written.
     max_bytes : int, optional
-        Upper bound on the cache's bytes; planes are shed, least predicted loss first, to stay below it.
+        Upper bound on the bytes of the packed layers; planes are shed, least predicted loss first, to stay below it.
 
+    Examples
+    --------
+    Several questions about one text, which is read once:
+
+    >>> model, inputs, question, profile = example.model, example.inputs, example.question, example.profile
+    >>> cache = LaminaCache(model, profile, tiers=(4, 2))
+    >>> _ = model(**inputs, **cache_kwarg(model, cache))
+    >>> read = cache.snapshot()
+    >>> first = model(question, **cache_kwarg(model, cache)).logits
+    >>> cache.restore(read)
+    >>> again = model(question, **cache_kwarg(model, cache)).logits
+    >>> bool((first == again).all())
+    True
     """
+
+    layer_class: type[LaminaLayer] = LaminaLayer
 
     def __init__(
         self,
@@ -176,19 +118,34 @@ class LaminaCache(Cache):
             )
         if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes <= 0):
             raise ConfigError(f"max_bytes={max_bytes!r} must be a positive number of bytes")
-        self.profile = profile
+        self.profile, self.geometry = profile, geometry
         self._tiers = parse_tiers(tiers, profile)
         self.window = window or WindowConfig()
         self.codec = codec or CodecConfig()
-        self.budget = Budget(max_bytes)
-        self.scaling = layer_scaling(model, geometry.n_layers, geometry.head_dim)
+        self.scaling = layer_scaling(model, [layer.head_dim for layer in geometry.layers])
         self.config = model.config.get_text_config(decoder=True)
+        self._create(max_bytes)
+        model.set_attn_implementation(ATTENTION)
+
+    def _create(self, max_bytes: int | None) -> None:
+        """Empty layers with a budget of their own."""
+        self.budget = Budget(max_bytes)
+        self.padding = Padding()
         self.layers: list[Any] = []
-        super().__init__(layers=[LaminaLayer(self, i) for i in range(geometry.n_layers)])
+        layers: list[Any] = host_layers.host_layers(self.config)
+        for i in self.geometry.packed:
+            layers[i] = self.layer_class(self, i)
+        super().__init__(layers=layers)
+        kept = (LayerKind.WINDOW, LayerKind.STATE)
+        self.hosts = [i for i, layer in enumerate(self.geometry.layers) if layer.kind in kept]
         # A strong reference would leave the cache's tensors to the cycle collector.
         weak = weakref.proxy(self)
-        self.pager = attach_pager(self.budget, lambda: [layer.store for layer in weak.layers if layer.store])
-        model.set_attn_implementation(ATTENTION)
+        self.pager = attach_pager(self.budget, lambda: [layer.store for layer in weak.ours if layer.store is not None])
+
+    @property
+    def ours(self) -> list[LaminaLayer]:
+        """The packed layers."""
+        return [self.layers[i] for i in self.geometry.packed]
 
     @property
     def tiers(self) -> tuple[tuple[int, int], ...]:
@@ -199,20 +156,167 @@ class LaminaCache(Cache):
     def tiers(self, tiers: Tiers) -> None:
         self._tiers = parse_tiers(tiers, self.profile)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LaminaCache":
-        """Not available."""
-        raise CacheStateError("LaminaCache cannot be copied yet; run the prompt again with a new cache")
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, padding included; all layers agree."""
+        return self.ours[0].seen
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens stored of every sequence, padding left out."""
+        first = self.ours[0]
+        return [s.length for s in first.store.sequences] if first.store is not None else []
 
     def crop(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens; a negative number removes that many from the end, 0 changes nothing."""
+        """Keep the first ``tokens`` tokens; a negative number removes that many from the end, 0 changes nothing.
+
+        Padding counts, as it does in the attention mask.
+        """
         if isinstance(tokens, bool) or not isinstance(tokens, int):
             raise CacheStateError(f"cannot crop a cache to {tokens!r} tokens; give a whole number")
-        lengths = [layer.get_seq_length() for layer in self.layers]
-        target = tokens if tokens > 0 else lengths[0] + tokens
-        if not 0 <= target <= min(lengths):
-            raise CacheStateError(f"cannot crop a cache of {min(lengths)} tokens to {target}")
-        for layer, length in zip(self.layers, lengths):
-            layer.crop(target - length)
+        for layer in self.ours:
+            layer.withdraw()
+        seen = [layer.seen for layer in self.ours]
+        target = tokens if tokens > 0 else seen[0] + tokens
+        if not 0 <= target <= min(seen):
+            raise CacheStateError(f"cannot crop a cache of {min(seen)} tokens to {target}")
+        self._crop_hosts(target)
+        for layer in self.ours:
+            layer.crop(target - layer.seen)
+        self.padding.crop(target)
+
+    def _crop_hosts(self, target: int) -> None:
+        for i in self.hosts:
+            layer = self.layers[i]
+            length = host_layers.length_of(layer)
+            remove = target - (self.ours[0].seen if length is None else length)
+            try:
+                layer.crop(remove)
+            except (RuntimeError, ValueError) as error:
+                raise CacheStateError(
+                    f"layer {i} is a {self.geometry.layers[i].kind} layer, which cannot forget {-remove} tokens: "
+                    f"{error}; call cache.activate_past_recording() before the tokens come, or restore a snapshot"
+                ) from error
+
+    def reset(self) -> None:
+        """Forget everything; snapshots stay."""
+        fresh = host_layers.host_layers(self.config) if self.hosts else []
+        for i in self.hosts:
+            self.layers[i] = fresh[i]
+        for layer in self.ours:
+            layer.reset()
+        self.padding.columns = None
+
+    def select(self, rows: Iterable[int] | Tensor) -> None:
+        """Make the batch of the sequences ``rows``, in this order: drop, repeat or reorder; pages are shared."""
+        chosen = [int(i) for i in rows]
+        batch = self.ours[0].batch_size
+        if not chosen or any(not 0 <= i < batch for i in chosen):
+            raise CacheStateError(f"cannot select sequences {chosen} of a cache of {batch}")
+        index = torch.tensor(chosen)
+        for i in [*self.geometry.packed, *self.hosts]:
+            self.layers[i].reorder_cache(index)
+        self.padding.select(chosen)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make the batch of the sequences ``beam_idx``, as beam search does."""
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices``."""
+        self.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times, next to each other."""
+        self.select(i for i in range(self.ours[0].batch_size) for _ in range(repeats))
+
+    def add(self, other: "LaminaCache") -> None:
+        """Add copies of another cache's sequences to the batch.
+
+        Sequences shorter than the longest count as padded on the left: later attention masks have 0 there.
+        """
+        self._check_other(other)
+        mine, theirs = self.get_seq_length(), other.get_seq_length()
+        seen, batch = max(mine, theirs), self.ours[0].batch_size
+        columns = [
+            torch.nn.functional.pad(c.padding.columns, (seen - n, 0))
+            if c.padding.columns is not None
+            else (torch.arange(seen) >= seen - n).expand(b, -1)
+            for c, n, b in ((self, mine, batch), (other, theirs, other.ours[0].batch_size))
+        ]
+        for i in self.hosts:
+            if batch:
+                host_layers.join(self.layers[i], other.layers[i], i)
+            else:
+                self.layers[i] = deepcopy(other.layers[i])
+        for layer, source in zip(self.ours, other.ours):
+            if layer.store is None:
+                layer.make_store(source.store.dtype, source.store.device, self.budget)
+            layer.store.extend(source.store)
+            layer.seen = seen
+        self.padding.keep(torch.cat(columns))
+
+    def _check_other(self, other: "LaminaCache") -> None:
+        if other is self or type(other) is not type(self) or other.ours[0].store is None:
+            raise CacheStateError("only the sequences of another LaminaCache that holds some can be added")
+        for what, x, y in (
+            ("profile", self.profile.digest(), other.profile.digest()),
+            ("windows", self.window, other.window),
+            ("codec", self.codec, other.codec),
+        ):
+            if x != y:
+                raise CacheStateError(f"the caches have different {what}: {x} and {y}; make both with the same settings")
+        store = self.ours[0].store
+        if store is not None and store.dtype != other.ours[0].store.dtype:
+            raise CacheStateError(f"the caches hold {store.dtype} and {other.ours[0].store.dtype} rows")
+
+    def snapshot(self) -> Snapshot:
+        """Remember the cache as it is; costs no bytes in packed layers until it changes."""
+        return Snapshot(self)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this cache, which stays usable."""
+        if snapshot.cache() is not self or snapshot.released:
+            raise CacheStateError("this snapshot was released, or is of another cache; take one with cache.snapshot()")
+        for layer, taken in zip(self.ours, snapshot.stores):
+            layer.pending = 0
+            layer.seen = snapshot.seen
+            if layer.store is not None:
+                layer.store.restore(taken)
+        for i, host in snapshot.hosts.items():
+            self.layers[i] = deepcopy(host)
+        self.padding.columns = snapshot.padding
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LaminaCache":
+        """A cache of its own with the same content, settings and budget; snapshots are not copied."""
+        copy = object.__new__(type(self))
+        for name in ("profile", "geometry", "window", "codec", "scaling", "config"):
+            setattr(copy, name, getattr(self, name))
+        copy._tiers = list(self._tiers)
+        copy._create(self.budget.max_bytes)
+        if self.ours[0].batch_size:
+            copy.add(self)
+        return copy
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a safetensors file; see :meth:`load`."""
+        from lamina.engines.cache_file import save_cache
+
+        save_cache(self, Path(path))
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: PreTrainedModel, profile: Profile, *, max_bytes: int | None = None
+    ) -> "LaminaCache":
+        """Read a cache that :meth:`save` wrote, for the same model and profile.
+
+        Raises
+        ------
+        CacheStateError
+            If the file is damaged, or was written with another model, profile or format.
+        """
+        from lamina.engines.cache_file import load_cache
+
+        return load_cache(Path(path), model, profile, max_bytes)
 
     def check_state(self, index: int, tokens: int) -> None:
         """Raise CacheStateError unless layer ``index`` may take ``tokens`` rows now.
@@ -220,37 +324,49 @@ class LaminaCache(Cache):
         The model's attention must read this cache, and all layers must be at the same token: a call that failed half
         way leaves the first layers ahead.
         """
-        if self.config._attn_implementation != ATTENTION or self.layers[index].unread:
+        if self.config._attn_implementation != ATTENTION or self.layers[index].pending:
             raise CacheStateError(
                 f"layer {index}: the model runs with attention {self.config._attn_implementation!r}, which does not "
                 f"read this cache; call model.set_attn_implementation({ATTENTION!r}) and start with a new cache"
             )
-        first, here, last = (self.layers[i].get_seq_length() for i in (0, index, -1))
-        if here != (first - tokens if index else last):
+        ours = self.ours
+        first, here, last = (layer.seen for layer in (ours[0], self.layers[index], ours[-1]))
+        lengths = {i: host_layers.length_of(self.layers[i]) for i in self.hosts} if index == ours[0].index else {}
+        apart = [n for i, n in lengths.items() if n is not None and n != last + tokens * (i < index)]
+        if here != (last if index == ours[0].index else first - tokens) or apart:
             whole = min(first, here, last)
             raise CacheStateError(
-                f"layer {index} holds {here} tokens, layer 0 {first} and the last one {last}: an earlier call "
-                f"failed half way; call {f'cache.crop({whole})' if whole else 'cache.reset()'} to go back to the last "
-                "whole token, or take a new cache"
+                f"layer {index} holds {here} tokens, layer {ours[0].index} {first} and the last one {last}"
+                f"{f', others {apart[0]}' if apart else ''}: an earlier call failed half way; call "
+                f"{f'cache.crop({whole})' if whole else 'cache.reset()'} to go back to the last whole token, or take a "
+                "new cache"
             )
 
     def memory(self) -> dict[str, int]:
-        """Allocated bytes by kind; they add up to the storage of all tensors that hold pages, rows or tables."""
+        """Allocated bytes by kind; they add up to the storage of all tensors that hold pages, rows or tables.
+
+        ``host_layers`` are those of transformers' own layers, where the model has some.
+        """
         total = dict.fromkeys(("codes", "scales", "centers", "windows", "page_tables"), 0)
-        for layer in self.layers:
+        for layer in self.ours:
             if layer.store is not None:
                 for kind, n_bytes in layer.store.memory().items():
                     total[kind] += n_bytes
+        if self.padding.columns is not None:
+            total["page_tables"] += self.padding.columns.untyped_storage().nbytes()
+        if self.hosts:
+            total["host_layers"] = sum(host_layers.n_bytes(self.layers[i]) for i in self.hosts)
         return total
 
     def bits(self) -> dict[str, float]:
-        """Average bits per element: ``history`` of the packed tokens alone, ``context`` of everything allocated."""
-        stores = [layer.store for layer in self.layers if layer.store is not None]
+        """Average bits per element of the packed layers: ``history`` of the packed tokens alone, ``context`` of all."""
+        stores = [layer.store for layer in self.ours if layer.store is not None]
         packed, elements = (sum(x) for x in zip(*(s.history_bits() for s in stores))) if stores else (0, 0)
         stored = sum(2 * s.layout.n_heads * s.layout.head_dim * q.length for s in stores for q in s.sequences)
+        n_bytes = sum(n for kind, n in self.memory().items() if kind != "host_layers")
         return {
             "history": packed / elements if elements else float("nan"),
-            "context": 8 * sum(self.memory().values()) / stored if stored else float("nan"),
+            "context": 8 * n_bytes / stored if stored else float("nan"),
         }
 
 
@@ -274,12 +390,12 @@ def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
     return [(int(k), int(v)) for k, v in given]
 
 
-def layer_scaling(model: PreTrainedModel, n_layers: int, head_dim: int) -> list[float]:
+def layer_scaling(model: PreTrainedModel, head_dims: list[int]) -> list[float]:
     """Factor on q.k of every layer, read from the attention modules."""
-    found = [head_dim**-0.5] * n_layers
+    found = [dim**-0.5 for dim in head_dims]
     for module in model.modules():
         index, scaling = getattr(module, "layer_idx", None), getattr(module, "scaling", None)
-        if isinstance(index, int) and index < n_layers and isinstance(scaling, float):
+        if isinstance(index, int) and index < len(found) and isinstance(scaling, float):
             found[index] = scaling
     return found
 
@@ -288,56 +404,3 @@ def cache_kwarg(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
     """The cache under the keyword that this transformers version uses for it."""
     names = inspect.signature(model.forward).parameters
     return {"cache" if "cache" in names else "past_key_values": cache}
-
-
-def lamina_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention function registered with transformers under ``"lamina"``.
-
-    Rows that come from a :class:`LaminaCache` are read from its pages; any other call is sdpa attention.
-    """
-    layer: LaminaLayer | None = getattr(key, HANDLE, None)
-    if layer is not None:
-        delattr(key, HANDLE)
-        layer.unread = False
-        _check_call(layer, query, attention_mask, scaling, dropout, kwargs)
-        if layer.get_seq_length() > query.shape[2]:
-            return layer.attend(query, key, value), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-
-
-def _check_call(
-    layer: LaminaLayer,
-    query: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> None:
-    """Refuse what packed attention does not do."""
-    for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedModelError(f"layer {layer.index}: attention with {name!r} cannot read a packed cache")
-    if dropout:
-        raise CacheStateError(f"layer {layer.index}: attention dropout {dropout}; call model.eval() first")
-    if scaling is not None and abs(scaling - layer.scaling) > 1e-6 * abs(scaling):
-        raise UnsupportedModelError(f"layer {layer.index}: logits are scaled by {scaling}, not {layer.scaling}")
-    if mask is not None:
-        last = mask[:, :, -1] if mask.dtype == torch.bool else mask[:, :, -1] == 0
-        if not bool(last.all()):
-            raise CacheStateError(
-                "the attention mask hides tokens: a LaminaCache takes sequences of equal length without padding; "
-                "generate prompts of different lengths one by one"
-            )
-
-
-AttentionInterface.register(ATTENTION, lamina_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)

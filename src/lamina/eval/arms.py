@@ -67,7 +67,7 @@ class KiviArm(Arm):
 
     def cache(self, model: PreTrainedModel, profile: Profile, window: WindowConfig) -> Any:
         """An empty cache."""
-        return KiviCache(model, window)
+        return KiviCache(model, profile, window)
 
 
 ARMS = {

@@ -35,7 +35,8 @@ class ArmResult:
     ppl : float
         Perplexity of the text.
     kv_bytes, kv_bytes_bf16 : int
-        Bytes of the cache at the end of a sequence, and of the same rows in bfloat16.
+        Bytes of the cache at the end of a sequence, and with the packed layers' rows in bfloat16; layers that stay
+        with transformers count alike in both.
     simulated : bool
         Whether the arm was simulated instead of stored.
     """
@@ -108,7 +109,7 @@ def measure_fidelity(
     profiles = {arm.name: arm.profile(profile) for arm in arms}
     tallies = {arm.name: _Tally() for arm in arms}
     before = model.config._attn_implementation
-    done = length = 0
+    done = length = host_bytes = 0
     try:
         with torch.no_grad():
             for ids in sequences:
@@ -133,11 +134,12 @@ def measure_fidelity(
                 for name, cache in caches.items():
                     tallies[name].bits = cache.bits()
                     tallies[name].kv_bytes = sum(cache.memory().values())
+                    host_bytes = cache.memory().get("host_layers", host_bytes)
     finally:
         model.set_attn_implementation(before)
     if not done:
         raise DataError("the text is shorter than one sequence; use a smaller --seq-len or more text")
-    bf16 = 4 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * length
+    bf16 = 2 * geometry.elements(length) + host_bytes
     return [_result(arm, tallies[arm.name], bf16) for arm in arms]
 
 

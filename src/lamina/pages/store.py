@@ -131,6 +131,16 @@ class LayerStore:
         self._page_ids: Tensor | None = None
         self._page_id_bytes = 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the engine's rows."""
+        return self.arena.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the engine's rows."""
+        return self.arena.device
+
     def append(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> None:
         """Append rows to the sequences, closing the pages that fill up.
 

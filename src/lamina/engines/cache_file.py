@@ -1,0 +1,143 @@
+"""A saved cache: one safetensors file, checked when it is read."""
+
+import dataclasses
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lamina import __version__
+from lamina.basis.profile import Profile
+from lamina.codec import CodecConfig
+from lamina.engines import host_layers
+from lamina.errors import CacheStateError
+from lamina.pages import WindowConfig
+from lamina.pages.dump import dump_store, restore_store
+
+if TYPE_CHECKING:
+    from lamina.engines.hf import LaminaCache
+
+FORMAT = "lamina-cache"
+FORMAT_VERSION = 1
+FIELDS = {
+    "model_id": str, "config_hash": str, "profile": str, "dtype": str, "tiers": list, "seen": int, "lengths": list,
+    "window": dict, "codec": dict, "hosts": dict, "n_layers": int,
+}  # fmt: skip
+
+
+def save_cache(cache: "LaminaCache", path: Path) -> None:
+    """Write a cache; a file that is already there is replaced in one step."""
+    if not cache.ours[0].batch_size:
+        raise CacheStateError("the cache is empty; there is nothing to save")
+    compact = deepcopy(cache)
+    tensors: dict[str, Tensor] = {}
+    for layer in compact.ours:
+        tensors |= {f"layers.{layer.index}.{name}": t for name, t in dump_store(layer.store).items()}
+    hosts = {}
+    for i in compact.hosts:
+        hosts[str(i)] = host_layers.dump(compact.layers[i])
+        tensors |= {f"layers.{i}.host.{name}": t for name, t in host_layers.tensors_of(compact.layers[i]).items()}
+    if compact.padding.columns is not None:
+        tensors["padding"] = compact.padding.columns
+    meta = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "package_version": __version__,
+        "model_id": cache.profile.model_id,
+        "config_hash": cache.geometry.config_hash,
+        "profile": cache.profile.digest(),
+        "n_layers": cache.geometry.n_layers,
+        "dtype": str(compact.ours[0].store.dtype).removeprefix("torch."),
+        "tiers": cache.tiers,
+        "seen": cache.get_seq_length(),
+        "lengths": cache.lengths,
+        "window": dataclasses.asdict(cache.window),
+        "codec": dataclasses.asdict(cache.codec),
+        "hosts": hosts,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, partial, metadata={"lamina": json.dumps(meta)})
+    partial.replace(path)
+
+
+def load_cache(path: Path, model: PreTrainedModel, profile: Profile, max_bytes: int | None) -> "LaminaCache":
+    """Read a cache; see :meth:`lamina.engines.hf.LaminaCache.load`."""
+    from lamina.engines.hf import LaminaCache
+
+    meta, tensors = read_cache_file(path)
+    if meta["profile"] != profile.digest():
+        raise CacheStateError(
+            f"{path} was written with another profile ({meta['profile']} of {meta['model_id']!r}, this one is "
+            f"{profile.digest()} of {profile.model_id!r}); its codes mean nothing in other bases: use that profile"
+        )
+    try:
+        settings = {"window": WindowConfig(**meta["window"]), "codec": CodecConfig(**meta["codec"])}
+        cache = LaminaCache(
+            model, profile, tiers=[tuple(t) for t in meta["tiers"]], max_bytes=max_bytes, **settings
+        )  # type: ignore[arg-type]
+        _fill(cache, meta, tensors, model)
+    except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
+        if isinstance(error, CacheStateError):
+            raise
+        raise CacheStateError(f"{path} is damaged ({error}); read the prompt again") from error
+    return cache
+
+
+def _fill(cache: "LaminaCache", meta: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
+    dtype = getattr(torch, meta["dtype"])
+    devices = {m.layer_idx: next(m.parameters()).device for m in model.modules() if _is_layer(m)}
+    for layer in cache.ours:
+        prefix = f"layers.{layer.index}."
+        named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        layer.make_store(dtype, devices.get(layer.index, model.device), cache.budget)
+        restore_store(layer.store, named, meta["lengths"])
+        layer.seen = meta["seen"]
+    for i in cache.hosts:
+        prefix = f"layers.{i}.host."
+        named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        host_layers.restore(cache.layers[i], meta["hosts"][str(i)], named, devices.get(i, model.device))
+    columns = tensors.get("padding")
+    if columns is not None and columns.shape != (len(meta["lengths"]), meta["seen"]):
+        raise CacheStateError(f"the padding has shape {tuple(columns.shape)}; read the prompt again")
+    cache.padding.keep(columns)
+    if cache.padding.lengths(len(meta["lengths"]), meta["seen"]) != meta["lengths"]:
+        raise CacheStateError(f"the padding does not fit lengths {meta['lengths']}; read the prompt again")
+
+
+def read_cache_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Metadata and tensors of a saved cache.
+
+    Raises
+    ------
+    CacheStateError
+        If the file is missing, unreadable or no saved cache.
+    """
+    if not path.is_file():
+        raise CacheStateError(f"there is no saved cache at {path}")
+    try:
+        with safe_open(path, framework="pt") as f:
+            meta = json.loads((f.metadata() or {}).get("lamina", "null"))
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise CacheStateError(f"{path} cannot be read as a saved cache ({error}); read the prompt again") from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise CacheStateError(f"{path} is a safetensors file but no saved cache")
+    if meta.get("format_version") != FORMAT_VERSION:
+        raise CacheStateError(
+            f"{path} has cache format {meta.get('format_version')}, this Lamina reads {FORMAT_VERSION}"
+        )
+    for name, kind in FIELDS.items():
+        if not isinstance(meta.get(name), kind):
+            raise CacheStateError(f"{path}: field {name} is {meta.get(name)!r}, not {kind.__name__}")
+    return meta, tensors
+
+
+def _is_layer(module: Any) -> bool:
+    return isinstance(getattr(module, "layer_idx", None), int) and next(module.parameters(), None) is not None
