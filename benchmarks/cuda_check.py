@@ -20,7 +20,7 @@ from lamina.pages import Budget, LayerStore, WindowConfig
 
 def against_reference(profile, device: str) -> None:
     """Attention over pages on the device against the float64 reference on the CPU, same stored bytes."""
-    heads, dim = profile.n_kv_heads, profile.head_dim
+    heads, dim = profile.layers[0].n_kv_heads, profile.layers[0].head_dim
     for bits in ((2, 2), (4, 2), (8, 8), (2, 4)):
         encoder = PageEncoder(profile.layers[0], CodecConfig(), dim**-0.5, device)
         store = LayerStore(

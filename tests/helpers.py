@@ -1,8 +1,8 @@
 """Builders shared by the tests: random bases, stores with scripted tiers, tiny models, and views for the oracle."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
-from collections import Counter
 from typing import Any
 
 import numpy as np

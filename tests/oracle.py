@@ -258,7 +258,7 @@ class Stored:
 # ---------------------------------------------------------------------------------------------------------- attention
 @dataclass
 class Basis:
-    """``q_forward``, ``v_forward`` [H, D, D], ``mean_v`` [H, D], ``kappa`` [H, 3, 3], factor on q.k, cap, sinks [Hq]."""
+    """``q_forward``, ``v_forward`` [H, D, D], ``mean_v`` [H, D], ``kappa`` [H, 3, 3], q.k's factor, cap, sinks [Hq]."""
 
     q_forward: np.ndarray
     v_forward: np.ndarray

@@ -38,7 +38,7 @@ def test_the_model_is_the_same_function_in_another_basis(kind: str) -> None:
     before, values = logits_of(model, ids), values_of(model, ids)
     absorbed = absorb_value_basis(model, profile)
     torch.testing.assert_close(logits_of(model, ids), before, rtol=1e-4, atol=2e-4)
-    shape = (*ids.shape, profile.n_kv_heads, profile.head_dim)
+    shape = (*ids.shape, profile.layers[0].n_kv_heads, profile.layers[0].head_dim)
     for old, new, layer in zip(values, values_of(model, ids), profile.layers, strict=True):
         turned = torch.einsum("bthd,hde->bthe", old.view(shape), layer.transform.v_forward)
         torch.testing.assert_close(new.view(shape), turned, rtol=1e-3, atol=2e-3)
@@ -49,7 +49,7 @@ def test_the_model_is_the_same_function_in_another_basis(kind: str) -> None:
 def test_the_profile_follows(kind: str) -> None:
     profile = profile_of(kind)
     absorbed = absorb_value_basis(build(kind), profile)
-    eye = torch.eye(profile.head_dim)
+    eye = torch.eye(profile.layers[0].head_dim)
     for old, new in zip(profile.layers, absorbed.layers, strict=True):
         assert torch.equal(new.transform.v_forward, eye.expand_as(old.transform.v_forward))
         expected = torch.einsum("hd,hde->he", old.transform.mean_v.double(), old.transform.v_forward.double()).float()

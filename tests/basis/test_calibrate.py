@@ -165,7 +165,7 @@ def test_what_a_profile_records() -> None:
     assert steps == [200, 264]
     assert profile.transform == "oscar" and profile.tiers == [(4, 2)] * 2 and profile.model_id == "unnamed"
     assert profile.info["tokens"] == 264 and profile.info["data_digest"] == "abc" and profile.info["skip"] == 0
-    assert (profile.n_kv_heads, profile.head_dim, profile.absorbed) == (2, 32, False)
+    assert (profile.layers[0].n_kv_heads, profile.layers[0].head_dim, profile.absorbed) == (2, 32, False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import transformers
 
-from lamina.basis.geometry import model_geometry
+from lamina.basis.geometry import LayerGeometry, LayerKind, model_geometry
 from lamina.errors import LaminaError, UnsupportedModelError
 from tiny_models import KINDS, config
 
@@ -16,28 +16,22 @@ FULL = ["full_attention"] * 2
 def test_geometry_of_served_models(kind: str) -> None:
     c = config(kind)
     g = model_geometry(c)
-    assert (g.n_layers, g.n_heads, g.n_kv_heads) == (2, c.num_attention_heads, c.num_key_value_heads)
-    assert g.head_dim == (getattr(c, "head_dim", None) or 16) and g.max_positions == 4096
+    layer = LayerGeometry(LayerKind.FULL, c.num_key_value_heads, getattr(c, "head_dim", None) or 16)
+    assert g.layers == (layer, layer) and g.packed == {0: layer, 1: layer}
+    assert (g.n_layers, g.n_heads, g.max_positions, g.softcap) == (2, c.num_attention_heads, 4096, 0)
+    assert g.elements(10) == 2 * 2 * layer.n_kv_heads * layer.head_dim * 10 and not g.shares_kv
     assert len(g.config_hash) == 16
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("sliding window", "Mistral", {"sliding_window": 4096}, "a sliding window of 4096 tokens"),
-    (
-        "sliding layers",
-        "Qwen2",
-        {"use_sliding_window": True, "max_window_layers": 1},
-        "layers of type sliding_attention",
-    ),
     ("multi-head latent", "DeepseekV3", {}, "multi-head latent attention"),
-    ("head dim 72", "Llama", {"head_dim": 72}, "head dimension is 72; it must be a multiple of 16 up to 256"),
-    ("head dim 512", "Llama", {"head_dim": 512}, "head dimension is 512"),
+    ("head dim 72", "Llama", {"head_dim": 72}, "head dimension is 72; it must be a multiple of 16 up to 512"),
+    ("head dim 528", "Llama", {"head_dim": 528}, "head dimension is 528"),
     ("encoder-decoder", "T5", {}, "cross attention"),
-    ("gemma2", "Gemma2", {}, "layers of type sliding_attention"),
-    ("soft-cap", "Gemma2", {"layer_types": FULL}, "caps the logits"),
-    ("gpt-oss", "GptOss", {}, "layers of type sliding_attention"),
-    ("sinks", "GptOss", {"layer_types": FULL}, "sink logits"),
-    ("linear layers", "Qwen3Next", {}, "layers of type linear_attention"),
+    ("nothing but windows", "Gemma2", {"layer_types": ["sliding_attention"] * 2}, "every layer has a sliding window"),
+    ("nothing but states", "Qwen3Next", {"layer_types": ["linear_attention"] * 2}, "no layer has full attention"),
+    ("layers of another kind", "Llama", {"layer_types": ["full_attention", "hybrid"]}, "layer 1 needs transformers'"),
     ("state space", "Mamba", {}, "no attention heads"),
 ]
 
@@ -49,6 +43,17 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(kind: str, cha
     with pytest.raises(UnsupportedModelError, match=f"Lamina cannot serve .*: .*{reason}"):
         model_geometry(c)
     assert issubclass(UnsupportedModelError, LaminaError)
+
+
+def test_layers_that_stay_with_transformers() -> None:
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    g = model_geometry(config("Gemma2", num_hidden_layers=3, layer_types=types, sliding_window=128, head_dim=32))
+    assert [layer.kind for layer in g.layers] == [LayerKind.WINDOW, LayerKind.FULL, LayerKind.FULL]
+    assert list(g.packed) == [1, 2] and g.softcap == 50
+    assert g.elements(1000) == 2 * 2 * 2 * 32 * 1000 and g.window_elements(1000) == 2 * 2 * 32 * 128
+    assert g.window_elements(100) == 2 * 2 * 32 * 100
+    other = model_geometry(config("Gemma2", num_hidden_layers=3, layer_types=types[::-1], head_dim=32))
+    assert other.config_hash != g.config_hash, "the order of the layers counts"
 
 
 def test_the_hash_names_the_architecture_and_nothing_else() -> None:

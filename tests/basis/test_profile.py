@@ -67,8 +67,8 @@ def test_the_file_says_what_it_is(path: Path) -> None:
     profile = dataclasses.replace(profile_of("Llama"), tiers=[(4, 2), (2, 8)], absorbed=True)
     profile.save(path)
     meta, tensors = read(path)
-    assert meta["format"] == "lamina-profile" and meta["format_version"] == 1
-    assert (meta["n_layers"], meta["n_kv_heads"], meta["head_dim"]) == (2, 2, 32)
+    assert meta["format"] == "lamina-profile" and meta["format_version"] == 2
+    assert meta["layers"] == [[2, 32], [2, 32]]
     assert meta["tiers"] == [[4, 2], [2, 8]] and meta["absorbed"] is True and meta["transform"] == "balanced"
     assert meta["info"]["tokens"] == 2 * 2 * 384
     assert all(t.dtype == torch.float32 for t in tensors.values())
@@ -115,7 +115,7 @@ def singular(t: Tensor) -> Tensor:
 
 DAMAGE = {
     "other format": (set_meta(format="something"), "is a safetensors file but no Lamina profile"),
-    "other version": (set_meta(format_version=2), "profile format 2, this Lamina reads 1"),
+    "other version": (set_meta(format_version=3), "profile format 3, this Lamina reads 2"),
     "missing layer": (drop("layers.1."), "layer 1 of 2 is missing"),
     "missing tensor": (drop("layers.0.v_forward"), "layer 0 lacks v_forward"),
     "missing kappa": (drop("layers.1.kappa"), "layer 1 lacks kappa"),
@@ -129,7 +129,7 @@ DAMAGE = {
     "missing moment": (drop("layers.0.moments.c_v"), "c_v"),
     "other moment shape": (put("layers.0.moments.c_q", lambda t: t[:, :8, :8]), "c_q"),
     "stretched v basis": (put("layers.0.v_forward", lambda t: 2 * t), "v_forward"),
-    "missing field": (lambda meta, tensors: meta.pop("head_dim") and None, "head_dim"),
+    "missing field": (lambda meta, tensors: meta.pop("layers") and None, "layers"),
 }  # fmt: skip
 
 
@@ -173,8 +173,8 @@ def test_files_that_are_no_profiles(tmp_path: Path) -> None:
     ("kind", "changes", "message"),
     [
         ("Llama", {"num_hidden_layers": 3}, "layers 2 against 3"),
-        ("Llama", {"num_key_value_heads": 4}, "KV heads 2 against 4"),
-        ("Llama", {"head_dim": 16}, "head dimension 32 against 16"),
+        ("Llama", {"num_key_value_heads": 4}, "layer 0: KV heads 2 against 4"),
+        ("Llama", {"head_dim": 16}, "layer 0: head dimension 32 against 16"),
         ("Llama", {"hidden_size": 128}, "configuration hash"),
         ("Qwen3", {}, "configuration hash"),
     ],

@@ -5,18 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from lamina.basis.geometry import ModelGeometry
+from lamina.basis.geometry import LayerGeometry, LayerKind, ModelGeometry
 from lamina.basis.profile import Profile
 from lamina.basis.rotation_zoo import save_rotation_zoo
 from lamina.basis.zoo_profile import export_rotation_zoo, import_rotation_zoo
-from lamina.errors import ConfigError, ProfileError
+from lamina.errors import ConfigError, ProfileError, UnsupportedModelError
 
 LAYERS, HEADS, DIM = 2, 3, 32
 
 
 @pytest.fixture
 def geometry() -> ModelGeometry:
-    return ModelGeometry(LAYERS, 6, HEADS, DIM, 4096, "0123456789abcdef")
+    return ModelGeometry((LayerGeometry(LayerKind.FULL, HEADS, DIM),) * LAYERS, 6, 4096, 0.0, "0123456789abcdef")
 
 
 def rotations(seed: int) -> torch.Tensor:
@@ -56,9 +56,17 @@ def test_refusals(tmp_path, geometry):
     save_rotation_zoo(tmp_path / "k.pt", rotations(0), kind="k", per_head=True)
     with pytest.raises(ProfileError, match="layers"):
         import_rotation_zoo(
-            tmp_path / "k.pt", tmp_path / "k.pt", dataclasses.replace(geometry, n_layers=LAYERS + 1), "m"
+            tmp_path / "k.pt", tmp_path / "k.pt", dataclasses.replace(geometry, layers=geometry.layers * 2), "m"
         )
+    mixed = dataclasses.replace(
+        geometry, layers=(LayerGeometry(LayerKind.WINDOW, HEADS, DIM, 64), *geometry.layers[1:])
+    )
+    with pytest.raises(UnsupportedModelError, match="this model's layers differ"):
+        import_rotation_zoo(tmp_path / "k.pt", tmp_path / "k.pt", mixed, "m")
     profile = import_rotation_zoo(tmp_path / "k.pt", tmp_path / "k.pt", geometry, "m")
+    partly = dataclasses.replace(profile, layers=[None, *profile.layers[1:]])
+    with pytest.raises(ProfileError, match="this profile's layers differ"):
+        export_rotation_zoo(partly, tmp_path / "a", tmp_path / "b")
     with pytest.raises(ProfileError, match="with_transform"):
         export_rotation_zoo(dataclasses.replace(profile, transform="balanced"), tmp_path / "a", tmp_path / "b")
     with pytest.raises(ConfigError, match="needs calibration moments"):

@@ -11,7 +11,6 @@ from helpers import page_contents
 from lamina.basis.calibrate import calibrate
 from lamina.basis.profile import Profile
 from lamina.engines.hf import LaminaCache, cache_kwarg
-from lamina.errors import CacheStateError
 from lamina.pages import WindowConfig
 from tiny_models import KINDS, PAD, build, logits_of, tokens
 
@@ -133,9 +132,3 @@ def test_rolling_back_drafts_equals_never_having_seen_them(profiles: dict[str, P
         runs.append((torch.cat(logits, 1), [page_contents(layer.store, 1) for layer in cache.layers]))
     assert torch.equal(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
-
-
-def test_beams_are_refused(profiles: dict[str, Profile]) -> None:
-    model, ids = build("Llama", **CALM), tokens(1, 20)
-    with pytest.raises(CacheStateError, match="use num_beams=1"):
-        generate(model, ids, 8, LaminaCache(model, profiles["Llama"]), num_beams=2, output_logits=False)

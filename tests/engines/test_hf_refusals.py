@@ -13,11 +13,7 @@ SMALL = SIZES | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 
 
 MODELS: list[tuple[str, str, dict[str, Any], str]] = [
     ("sliding window", "Mistral", {"sliding_window": 128}, "sliding window of 128 tokens"),
-    ("sliding layers", "Qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "sliding_attention"),
     ("head dim 72", "Llama", {"head_dim": 72}, "head dimension is 72"),
-    ("gemma2", "Gemma2", {}, "sliding_attention"),
-    ("soft-cap", "Gemma2", {"layer_types": ["full_attention"] * 2}, "caps the logits"),
-    ("gpt-oss", "GptOss", {"layer_types": ["full_attention"] * 2}, "sink logits"),
     ("own attention", "StableLm", {}, "does not use transformers' attention interface"),
 ]
 

@@ -153,7 +153,7 @@ def config_hash(text: Any) -> str:
 
 
 def _cache_layers(text: Any) -> list[Any]:
-    """transformers' own cache layers, None for each layer at the end that it leaves out because it shares."""
+    """Transformers' own cache layers, None for each layer at the end that it leaves out because it shares."""
     try:
         layers: list[Any] = list(DynamicCache(config=text).layers)
     except KeyError as error:

@@ -24,7 +24,7 @@ def host_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention; with capped logits or sink logits, which that lacks, in plain torch.
+    """Transformers' sdpa attention; with capped logits or sink logits, which that lacks, in plain torch.
 
     Parameters
     ----------
@@ -38,6 +38,8 @@ def host_attention(
         Factor on q.k, dropout of the weights, cap of the logits.
     s_aux : Tensor or None
         ``[Hq]`` sink logits.
+    **kwargs
+        Handed to sdpa attention.
 
     Returns
     -------

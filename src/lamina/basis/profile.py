@@ -209,8 +209,10 @@ class Profile:
             raise ProfileError("the profile's value basis was folded into the model; derive from the original profile")
         layers: list[LayerProfile | None] = [None] * len(self.layers)
         for i, layer in self.packed.items():
-            shape = {"n_heads": layer.n_kv_heads, "head_dim": layer.head_dim}
-            layers[i] = derive_layer(make_transform(name, layer.moments, **shape, **options), layer)
+            transform = make_transform(
+                name, layer.moments, n_heads=layer.n_kv_heads, head_dim=layer.head_dim, **options
+            )
+            layers[i] = derive_layer(transform, layer)
         return dataclasses.replace(self, layers=layers, transform=str(name))
 
 

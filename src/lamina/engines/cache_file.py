@@ -79,9 +79,7 @@ def load_cache(path: Path, model: PreTrainedModel, profile: Profile, max_bytes: 
         )
     try:
         settings = {"window": WindowConfig(**meta["window"]), "codec": CodecConfig(**meta["codec"])}
-        cache = LaminaCache(
-            model, profile, tiers=[tuple(t) for t in meta["tiers"]], max_bytes=max_bytes, **settings
-        )  # type: ignore[arg-type]
+        cache = LaminaCache(model, profile, tiers=[tuple(t) for t in meta["tiers"]], max_bytes=max_bytes, **settings)  # type: ignore[arg-type]
         _fill(cache, meta, tensors, model)
     except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
         if isinstance(error, CacheStateError):
@@ -92,7 +90,9 @@ def load_cache(path: Path, model: PreTrainedModel, profile: Profile, max_bytes: 
 
 def _fill(cache: "LaminaCache", meta: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
     dtype = getattr(torch, meta["dtype"])
-    devices = {m.layer_idx: next(m.parameters()).device for m in model.modules() if _is_layer(m)}
+    devices: dict[int, torch.device] = {
+        m.layer_idx: next(m.parameters()).device for m in model.modules() if _is_layer(m)
+    }  # type: ignore[misc]
     for layer in cache.ours:
         prefix = f"layers.{layer.index}."
         named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -171,6 +171,8 @@ class LaminaCache(Cache):
 
         Padding counts, as it does in the attention mask.
         """
+        if isinstance(tokens, Tensor) and tokens.numel() == 1:
+            tokens = tokens.item()
         if isinstance(tokens, bool) or not isinstance(tokens, int):
             raise CacheStateError(f"cannot crop a cache to {tokens!r} tokens; give a whole number")
         for layer in self.ours:
@@ -264,7 +266,7 @@ class LaminaCache(Cache):
             ("codec", self.codec, other.codec),
         ):
             if x != y:
-                raise CacheStateError(f"the caches have different {what}: {x} and {y}; make both with the same settings")
+                raise CacheStateError(f"the caches have different {what}: {x} and {y}; make both alike")
         store = self.ours[0].store
         if store is not None and store.dtype != other.ours[0].store.dtype:
             raise CacheStateError(f"the caches hold {store.dtype} and {other.ours[0].store.dtype} rows")

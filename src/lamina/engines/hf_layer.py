@@ -94,7 +94,8 @@ class LaminaLayer(CacheLayerMixin):
         padding = self.cache.padding
         real = padding.step(mask, batch, before, tokens)
         if self.pending:
-            self._store(key, value, real)
+            self.store.append(key, value, real)
+            self.pending = 0
             padding.grow(real, batch, before, tokens)
         if max(padding.lengths(batch, before)) == 0:
             # The first chunk attends to itself alone, which is the model's own attention.
@@ -118,14 +119,6 @@ class LaminaLayer(CacheLayerMixin):
         """Attention output ``[B, T, Hq, D]`` over the pages of all sequences, or of one alone."""
         view = self.store.view()
         return attend(query, view if only is None else view.only(only), basis, chunk).out
-
-    def _store(self, key: Tensor, value: Tensor, real: Tensor | None) -> None:
-        try:
-            self.store.append(key, value, real)
-        except BaseException:
-            self.withdraw()
-            raise
-        self.pending = 0
 
     def withdraw(self) -> None:
         """Forget rows that were announced but never stored."""
@@ -193,11 +186,13 @@ def lamina_attention(
     """
     layer: LaminaLayer | None = getattr(key, HANDLE, None)
     if layer is None:
-        return host_attention(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    _check_call(layer, scaling, dropout, kwargs)
-    return layer.attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
+        return host_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    try:
+        _check_call(layer, scaling, dropout, kwargs)
+        return layer.attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
+    except BaseException:
+        layer.withdraw()
+        raise
 
 
 def _check_call(layer: LaminaLayer, scaling: float | None, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ DTYPE, DEVICE = "torch.dtype", "torch.device"
 
 
 def host_layers(config: Any) -> list[Any]:
-    """transformers' own cache layers for a configuration, one for each layer that has one."""
+    """Transformers' own cache layers for a configuration, one for each layer that has one."""
     return list(DynamicCache(config=config).layers)
 
 

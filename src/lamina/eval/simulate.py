@@ -14,7 +14,7 @@ from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
 from lamina.engines.hf import LaminaCache
 from lamina.engines.hf_layer import LaminaLayer
-from lamina.engines.host_layers import host_layers, n_bytes
+from lamina.engines.host_layers import host_layers, n_bytes, tensors_of
 from lamina.errors import CacheStateError
 from lamina.pages import Budget, WindowConfig
 
@@ -47,11 +47,10 @@ class Bf16Cache(Cache):
 
     def memory(self) -> dict[str, int]:
         """Bytes that bfloat16 rows take."""
-        rows = [layer for layer in self.layers if isinstance(layer, Bf16Layer) and layer.is_initialized]
-        total = {"rows": sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in rows)}
-        if len(rows) < len(self.layers):
-            total["host_layers"] = sum(n_bytes(layer) for layer in self.layers if not isinstance(layer, Bf16Layer))
-        return total
+        rows = [t for layer in self.layers if isinstance(layer, Bf16Layer) for t in tensors_of(layer).values()]
+        others = [layer for layer in self.layers if not isinstance(layer, Bf16Layer)]
+        total = {"rows": sum(2 * t.numel() for t in rows)}
+        return total | {"host_layers": sum(map(n_bytes, others))} if others else total
 
 
 @dataclass

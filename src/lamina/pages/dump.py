@@ -44,8 +44,8 @@ def restore_store(store: LayerStore, tensors: dict[str, Tensor], lengths: list[i
                 f"{tuple(mine.shape[1:])}; read the prompt again"
             )
     _check_tables(store, tensors, lengths)
-    sizes = [tensors[name].shape[0] for name in ("records", "slabs", "exact")]
-    arena.reserve(*sizes, 4 * tensors["pages"].numel())
+    sizes = records, slabs, exact = [tensors[name].shape[0] for name in ("records", "slabs", "exact")]
+    arena.reserve(records, slabs, exact, 4 * tensors["pages"].numel())
     for pool, n in zip(arena.pools, sizes):
         pool.release([pool.allocate() for _ in range(n)])
         pool.free = [slot for slot in pool.free if slot >= n]
@@ -75,7 +75,8 @@ def _check_tables(store: LayerStore, tensors: dict[str, Tensor], lengths: list[i
         if len(used) != len(used.unique()) or bool((used >= count).any()):
             raise wrong
     for side in (0, 1):
-        tier, fine, finest = table[:, TIER + side], table[:, FINE + side], table[:, FINEST + 2 * side : FINEST + 2 * side + 2]
+        tier, fine = table[:, TIER + side], table[:, FINE + side]
+        finest = table[:, FINEST + 2 * side : FINEST + 2 * side + 2]
         have = 1 + (fine >= 0).long() + (finest >= 0).sum(1)
         most = torch.tensor([SLABS_OF_BITS[b] if b in TIERS else 1 for b in tier.tolist()], dtype=torch.long)
         known = torch.tensor([b in (0, *TIERS) for b in tier.tolist()], dtype=torch.bool)
