@@ -299,12 +299,17 @@ def demo(
     ] = None,
     field: Field = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less text everywhere: a minute or two.")] = False,
+    report: Annotated[Path, typer.Option(help="HTML file for the figures and their pictures.")] = Path(
+        "lamina-demo.html"
+    ),
 ) -> None:
     """Calibrate a small model, write a long answer at 2 bits, and compare the ways of keeping its cache."""
     from lamina.app.demo import DemoRequest, run_demo
     from lamina.app.screen import Screen
 
-    run_demo(DemoRequest(model, prompt_file, max_new_tokens, tuple(data or ["default"]), field, quick), Screen())
+    run_demo(
+        DemoRequest(model, prompt_file, max_new_tokens, tuple(data or ["default"]), field, quick, report), Screen()
+    )
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _BOX = box.SIMPLE_HEAD
 ENGINE_ROWS = ("bf16", "fp8")
+DEMO_COLUMNS = ("bits", "KV cache", "of bf16", "KL mean", "top-1", "tok/s")
 _STATE_STYLES = {"ok": "green", "limited": "yellow", "missing": "yellow"}
 
 
@@ -63,19 +64,23 @@ def fidelity_table(report: "FidelityReport") -> Table:
 
 def demo_table(title: str, rows: Sequence["DemoRow"]) -> Table:
     """The demo's comparison."""
-    table = _table(title, "arm", ("bits", "KV cache", "of bf16", "KL mean", "top-1", "tok/s"))
+    table = _table(title, "arm", DEMO_COLUMNS)
     for row in rows:
-        table.add_row(
-            row.name,
-            _bits(row.bits),
-            _bytes(row.kv_bytes),
-            f"{row.kv_bytes / row.kv_bytes_bf16:.0%}",
-            _kl(row.kl_mean),
-            f"{row.top1:.1%}",
-            f"{row.tokens_per_second:.1f}",
-            style="bold" if row.name.startswith("lamina") else "",
-        )
+        table.add_row(*demo_cells(row), style="bold" if row.name.startswith("lamina") else "")
     return table
+
+
+def demo_cells(row: "DemoRow") -> tuple[str, ...]:
+    """An arm's name and figures, in the order of ``DEMO_COLUMNS``."""
+    return (
+        row.name,
+        _bits(row.bits),
+        _bytes(row.kv_bytes),
+        f"{row.kv_bytes / row.kv_bytes_bf16:.0%}",
+        _kl(row.kl_mean),
+        f"{row.top1:.1%}",
+        f"{row.tokens_per_second:.1f}",
+    )
 
 
 def plan_table(plan: "Plan") -> Table:
