@@ -258,6 +258,20 @@ def doctor(json: Json = False) -> None:
     raise typer.Exit(0 if is_usable(checks) else 1)
 
 
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Profile made by `lamina calibrate`, or a saved cache.")],
+    json: Json = False,
+) -> None:
+    """Say what is in a profile or a saved cache; no model is needed."""
+    from lamina.app.inspect_tables import inspection_tables
+    from lamina.app.inspection import inspect_file
+    from lamina.app.screen import Screen
+
+    found = inspect_file(file)
+    Screen().publish(found.as_json(), json, *inspection_tables(found))
+
+
 @app.command("import-rotations")
 def import_rotations(
     model: Model,

@@ -22,20 +22,27 @@ _STATE_STYLES = {"ok": "green", "limited": "yellow", "missing": "yellow"}
 
 def calibration_table(report: "CalibrationReport") -> Table:
     """What a calibration learnt, one fact a row."""
+    size = _bytes(report.file_bytes)
+    return facts_table(
+        [
+            ("profile", f"{report.profile} ({size})"),
+            ("model", report.model),
+            ("data", ", ".join(report.data)),
+            ("tokens", f"{report.tokens:,}"),
+            ("positions", report.positions),
+            ("transform", report.transform),
+            ("initial tier", report.tier),
+            ("time", f"{report.seconds:.1f} s"),
+        ]
+    )
+
+
+def facts_table(facts: Sequence[tuple[str, str]]) -> Table:
+    """One fact a row: its name and its value."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    size = _bytes(report.file_bytes)
-    for name, value in (
-        ("profile", f"{report.profile} ({size})"),
-        ("model", report.model),
-        ("data", ", ".join(report.data)),
-        ("tokens", f"{report.tokens:,}"),
-        ("positions", report.positions),
-        ("transform", report.transform),
-        ("initial tier", report.tier),
-        ("time", f"{report.seconds:.1f} s"),
-    ):
+    for name, value in facts:
         table.add_row(name, Text(value))
     return table
 
@@ -45,7 +52,7 @@ def fidelity_table(report: "FidelityReport") -> Table:
     title = f"{report.model} on {report.text}: {report.tokens:,} tokens in sequences of {report.seq_len:,}, "
     share = report.position_offset / report.max_positions
     title += f"from position {report.position_offset:,} ({share:.0%} of the model's {report.max_positions:,})"
-    table = _table(title, "arm", ("bits", "in all", "KL", "median", "99 %", "top-1", "ppl", "KV cache"))
+    table = figures_table(title, "arm", ("bits", "in all", "KL", "median", "99 %", "top-1", "ppl", "KV cache"))
     for arm in report.arms:
         table.add_row(
             arm.name + ("*" if arm.simulated else ""),
@@ -64,7 +71,7 @@ def fidelity_table(report: "FidelityReport") -> Table:
 
 def demo_table(title: str, rows: Sequence["DemoRow"]) -> Table:
     """The demo's comparison."""
-    table = _table(title, "arm", DEMO_COLUMNS)
+    table = figures_table(title, "arm", DEMO_COLUMNS)
     for row in rows:
         table.add_row(*demo_cells(row), style="bold" if row.name.startswith("lamina") else "")
     return table
@@ -91,7 +98,9 @@ def plan_table(plan: "Plan") -> Table:
     )
     each = "longest request" if plan.max_batch == 1 else f"longest of {plan.max_batch} requests"
     context = f"{plan.context:,} tokens"
-    table = _table(title, "KV cache", ("bytes/token", f"one request of {context}", each, f"requests of {context}"))
+    table = figures_table(
+        title, "KV cache", ("bytes/token", f"one request of {context}", each, f"requests of {context}")
+    )
     for row in plan.rows:
         table.add_row(
             row.name if row.name in ENGINE_ROWS else f"Lamina {row.name}",
@@ -116,8 +125,15 @@ def doctor_table(checks: Sequence["Check"]) -> Table:
     return table
 
 
-def _table(title: str, first: str, others: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left", caption_justify="left", box=_BOX, padding=(0, 1, 0, 0))
+def figures_table(title: str, first: str, others: Sequence[str]) -> Table:
+    """An empty table of figures; ``first`` heads the column of names."""
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        caption_justify="left",
+        box=_BOX,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=len(name) <= 10)
