@@ -145,6 +145,8 @@ def _bits(value: float) -> str:
 
 
 def _kl(value: float) -> str:
+    if value != value:
+        return "-"
     if 0 < value < 1e-4:
         return f"{value:.0e}"
     return f"{value:.4f}" if value < 10 else f"{value:.3f}"
