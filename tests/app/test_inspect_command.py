@@ -93,6 +93,16 @@ def test_a_profile_without_moments(tiny, lamina, tmp_path):
         assert part in text
 
 
+def test_layers_that_are_not_packed_are_left_out(tiny, lamina, monkeypatch):
+    profile = Profile.load(tiny.profile)
+    hybrid = dataclasses.replace(profile, layers=[None, profile.layers[1]])
+    monkeypatch.setattr(Profile, "load", lambda path: hybrid)
+    found = as_json(lamina, tiny.profile)
+    assert found["n_layers"] == 2
+    assert [layer["layer"] for layer in found["layers"]] == [1]
+    assert "2 layers, 1 of them not packed, 2 KV heads" in " ".join(lamina("inspect", tiny.profile).stdout.split())
+
+
 def test_figures_of_heads_are_the_worst_or_the_mean(tiny):
     layer = Profile.load(tiny.profile).layers[0]
     layer.transform.k_forward[0] = torch.diag(torch.tensor([8.0] + [1.0] * 15))

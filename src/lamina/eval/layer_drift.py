@@ -87,14 +87,17 @@ def layer_drift(
     try:
         cache = arm.cache(model, profile, window or WindowConfig())
         return [
-            float("nan") if seen is None or basis is None else _drift(layer, seen)
+            float("nan") if seen is None else _drift(layer, basis is not None, seen)
             for layer, basis, seen in zip(cache.layers, profile.layers, rows, strict=True)
         ]
     finally:
         model.set_attn_implementation(before)
 
 
-def _drift(layer: Any, rows: LayerRows) -> float:
+def _drift(layer: Any, packed: bool, rows: LayerRows) -> float:
+    """Fill a cache's layer, as a cache wants of all its layers in turn, and compare what is read from it."""
     layer.update(rows.keys[None], rows.values[None])
+    if not packed:
+        return float("nan")
     kl = attention_drift(rows.queries, rows.keys, layer.store.view(), layer.basis)
     return max(0.0, float(kl.mean()))
