@@ -1,4 +1,15 @@
-"""Lamina: a KV cache for transformer inference whose precision is decided while the model runs."""
+"""Lamina: a KV cache for transformer inference whose precision is decided while the model runs.
+
+Examples
+--------
+A profile is made once a model and kept in a file; every generation takes a fresh cache.
+
+>>> from lamina import LaminaCache, Profile
+>>> cache = LaminaCache(model, Profile.load("model.profile"), tiers=(4, 2))
+>>> output = model.generate(**inputs, max_new_tokens=5, cache=cache)
+>>> sorted(cache.memory())
+['centers', 'codes', 'page_tables', 'scales', 'windows']
+"""
 
 from typing import TYPE_CHECKING, Any
 

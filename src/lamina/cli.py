@@ -258,6 +258,20 @@ def doctor(json: Json = False) -> None:
     raise typer.Exit(0 if is_usable(checks) else 1)
 
 
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Profile made by `lamina calibrate`, or a saved cache.")],
+    json: Json = False,
+) -> None:
+    """Say what is in a profile or a saved cache; no model is needed."""
+    from lamina.app.inspect_tables import inspection_tables
+    from lamina.app.inspection import inspect_file
+    from lamina.app.screen import Screen
+
+    found = inspect_file(file)
+    Screen().publish(found.as_json(), json, *inspection_tables(found))
+
+
 @app.command("import-rotations")
 def import_rotations(
     model: Model,
@@ -299,12 +313,17 @@ def demo(
     ] = None,
     field: Field = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less text everywhere: a minute or two.")] = False,
+    report: Annotated[Path, typer.Option(help="HTML file for the figures and their pictures.")] = Path(
+        "lamina-demo.html"
+    ),
 ) -> None:
     """Calibrate a small model, write a long answer at 2 bits, and compare the ways of keeping its cache."""
     from lamina.app.demo import DemoRequest, run_demo
     from lamina.app.screen import Screen
 
-    run_demo(DemoRequest(model, prompt_file, max_new_tokens, tuple(data or ["default"]), field, quick), Screen())
+    run_demo(
+        DemoRequest(model, prompt_file, max_new_tokens, tuple(data or ["default"]), field, quick, report), Screen()
+    )
 
 
 def main() -> None:

@@ -1,8 +1,14 @@
+import os
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
 
 from lamina.app import demo, demo_prompt
-from lamina.app.demo import DEMO_ARMS, Effort, python_lines
+from lamina.app.demo import DEMO_ARMS, DemoRequest, Effort, python_lines
 from lamina.app.demo_prompt import built_in_prompt
+from lamina.app.demo_report import command_line
 from lamina.app.loading import load_model
 from lamina.app.screen import Screen
 from lamina.basis.text import load_documents
@@ -16,6 +22,7 @@ def small_and_isolated(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "FULL", SMALL)
     monkeypatch.setattr(demo, "QUICK", Effort(300, 512, 512, 3, 4))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
 
 
 def profiles(tmp_path):
@@ -35,6 +42,53 @@ def test_the_whole_demo_and_its_profile_the_next_time(tiny, lamina, tmp_path):
     quick = lamina("demo", "--model", tiny.model, "--quick")
     assert "Calibrating on 512 tokens" in quick.stderr
     assert len(profiles(tmp_path)) == 2
+
+
+def test_the_report_holds_what_the_terminal_shows(tiny, lamina, tmp_path, text_file):
+    args = ("demo", "--model", tiny.model, "--data", text_file, "--quick", "--report", "new/report.html")
+    result = lamina(*args)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.rstrip().endswith("Its figures as pictures: new/report.html")
+    page = ElementTree.parse(tmp_path / "new" / "report.html").getroot()
+    rows = [["".join(c.itertext()) for c in r] for r in page.findall(".//table[@id='comparison']/tbody/tr")]
+    words = [line.split() for line in result.stdout.splitlines()]
+    shown = [line for line in words if len(line) == 8 and line[0] in DEMO_ARMS]
+    assert [" ".join(row).split() for row in rows] == shown
+    assert len(rows) == len(DEMO_ARMS)
+    drift = [[c.text for c in r] for r in page.findall(".//table[@id='drift-data']/tbody/tr")]
+    assert [row[0] for row in drift] == ["0", "1"]
+    assert all(float(two) > float(four) > 0 for _, two, four in drift)
+    facts = {r[0].text: r[1].text for r in page.findall(".//table[@id='environment']/tbody/tr")}
+    assert (facts["model"], facts["fidelity"]) == ("model, float32", "512 tokens")
+    assert "transformers 5." in facts["versions"]
+    command = "".join(page.find(".//pre[@id='command']").itertext())
+    assert shlex.split(command) == ["lamina", *map(str, args)]
+    assert "calibration did not see" in [p.text for p in page.iter("p")][-2]
+
+
+def test_the_report_lies_in_the_working_directory_unless_told(tiny, lamina, tmp_path, text_file):
+    result = lamina("demo", "--model", tiny.model, "--data", text_file, "--quick")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "lamina-demo.html").is_file()
+
+
+def test_the_command_is_as_short_as_it_can_be():
+    assert command_line(DemoRequest()) == "lamina demo"
+    request = DemoRequest("my model", Path("p.txt"), 7, ("a", "b c"), "x+y", True, Path("r.html"))
+    assert shlex.split(command_line(request)) == [
+        *("lamina", "demo", "--model", "my model", "--prompt-file", "p.txt", "--max-new-tokens", "7"),
+        *("--data", "a", "--data", "b c", "--field", "x+y", "--quick", "--report", "r.html"),
+    ]
+
+
+def test_a_report_that_cannot_be_written(tiny, refused, tmp_path, text_file, monkeypatch):
+    args = ("demo", "--model", tiny.model, "--data", text_file, "--quick", "--report")
+    refused(*args, tmp_path, words="is a folder")
+    (tmp_path / "file").write_text("")
+    refused(*args, tmp_path / "file" / "r.html", words="cannot write --report")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    refused(*args, "r.html", words="permission denied --report")
+    assert not profiles(tmp_path)
 
 
 def test_a_damaged_profile_is_made_again(tiny, lamina, tmp_path, text_file):

@@ -9,6 +9,7 @@ from typing import Any
 
 from lamina.app.data import Source, calibration_sources, mixed_sequences
 from lamina.app.loading import LoadedModel, load_config, load_model
+from lamina.app.output import check_output
 from lamina.app.screen import Screen
 from lamina.app.values import parse_tier, tier_name
 from lamina.basis.calibrate import MAX_CONTEXT, PROBE_TOKENS, CalibrationConfig, calibrate
@@ -66,7 +67,7 @@ def run_calibration(request: CalibrationRequest, screen: Screen) -> CalibrationR
         seed=request.seed,
     )
     check_lengths(model_geometry(load_config(request.model, screen)), settings, request.seq_len)
-    _check_output(request.output)
+    check_output(request.output, "-o", "profile.safetensors")
     sources = calibration_sources(request.data, request.field)
     loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device)
     start = time.perf_counter()
@@ -141,13 +142,3 @@ def describe_positions(profile: Profile, geometry: ModelGeometry, settings: Cali
 
 def _limit(geometry: ModelGeometry, settings: CalibrationConfig) -> int:
     return min(geometry.max_positions, settings.max_context or MAX_CONTEXT)
-
-
-def _check_output(path: Path) -> None:
-    """Find out before the work, not after it, that the profile cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}. Choose another file with -o.") from error
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name the profile's file, such as {path / 'profile.safetensors'}")

@@ -17,6 +17,7 @@ from lamina import __version__
 from lamina.app.calibrate import calibrate_on
 from lamina.app.data import HELD_OUT_EVERY, Source, read_sources, split
 from lamina.app.demo_prompt import built_in_prompt
+from lamina.app.demo_report import demo_report, device_name
 from lamina.app.generate import (
     Sampling,
     check_room,
@@ -26,7 +27,9 @@ from lamina.app.generate import (
     report_on,
 )
 from lamina.app.loading import LoadedModel, load_model
+from lamina.app.output import check_output
 from lamina.app.plan import sequence_bytes
+from lamina.app.report.page import write_report
 from lamina.app.screen import Screen
 from lamina.app.small_model import default_cache_dir, fetch_small_model
 from lamina.app.speed import UNTIMED_STEPS, decode_speeds
@@ -43,6 +46,7 @@ from lamina.eval.fidelity import ArmResult, measure_fidelity
 from lamina.pages import WindowConfig
 
 DEMO_ARMS = ("bf16", "naive-int2", "oscar-int2", "lamina-int2", "lamina-k4v2", "lamina-int4")
+REPORT = Path("lamina-demo.html")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class DemoRequest:
     data: tuple[str, ...] = ("default",)
     field: str | None = None
     quick: bool = False
+    report: Path = REPORT
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,22 @@ class DemoRow:
     kl_mean: float
     top1: float
     tokens_per_second: float
+    bytes_by_kind: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All arms, what their figures are of, and the sequences that fidelity was measured on."""
+
+    title: str
+    rows: list[DemoRow]
+    sequences: list[Tensor]
 
 
 def run_demo(request: DemoRequest, screen: Screen) -> list[DemoRow]:
     """Run the whole demo, telling what happens on the screen."""
     start = time.perf_counter()
+    check_output(request.report, "--report", REPORT.name)
     effort = QUICK if request.quick else FULL
     kept, held = zip(*map(split, read_sources(request.data, request.field)))
     loaded = load_model(_demo_model(request.model, screen), screen)
@@ -97,10 +113,15 @@ def run_demo(request: DemoRequest, screen: Screen) -> list[DemoRow]:
     check_room(loaded, ids, max(answer_tokens, effort.timed))
     profile, path = _demo_profile(loaded, kept, effort.calibration, seq_len, screen)
     _answer(loaded, profile, ids, answer_tokens, screen)
-    rows = _compare(loaded, profile, ids, held, effort, seq_len, screen)
-    _explain(loaded, path, ids.shape[1], held, screen)
-    screen.show(f"\nThe demo took {time.perf_counter() - start:.0f} s.")
-    return rows
+    comparison = _compare(loaded, profile, ids, held, effort, seq_len, screen)
+    notes = _notes(loaded, held)
+    screen.show(*notes, f"\nThe profile is {path}. To use it in Python:\n")
+    screen.show(*(f"    {line}" for line in python_lines(loaded, path)))
+    with screen.working("Measuring the drift of each layer"):
+        report = demo_report(request, loaded, profile, comparison, ids.shape[1], notes)
+    write_report(report, request.report)
+    screen.show(f"\nThe demo took {time.perf_counter() - start:.0f} s. Its figures as pictures: {request.report}")
+    return comparison.rows
 
 
 def python_lines(loaded: LoadedModel, path: Path) -> list[str]:
@@ -181,7 +202,7 @@ def _compare(
     effort: Effort,
     seq_len: int,
     screen: Screen,
-) -> list[DemoRow]:
+) -> Comparison:
     arms = [ARMS[name] for name in DEMO_ARMS]
     documents = [document for source in held for document in source.documents]
     sequences = list(
@@ -197,13 +218,13 @@ def _compare(
         speeds = decode_speeds(loaded, ids, caches, effort.timed, done)
     length = caches["bf16"].get_seq_length()
     rows = [_row(result, speeds[result.name], caches[result.name], loaded.geometry, length) for result in results]
-    where = torch.cuda.get_device_name() if loaded.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    where = device_name(loaded.model)
     title = (
         f"{Path(loaded.name).name}: cache and speed at {length:,} tokens ({where}), KL and top-1 against the exact run "
         f"over {tokens:,} other tokens"
     )
     screen.show(demo_table(title, rows))
-    return rows
+    return Comparison(title, rows, sequences)
 
 
 def _cache(loaded: LoadedModel, profile: Profile, arm: Arm) -> Any:
@@ -215,18 +236,21 @@ def _cache(loaded: LoadedModel, profile: Profile, arm: Arm) -> Any:
 
 def _row(result: ArmResult, speed: float, cache: Any, geometry: ModelGeometry, length: int) -> DemoRow:
     bf16 = 2 * (geometry.elements(length) + geometry.window_elements(length))
+    by_kind = cache.memory() if isinstance(cache, LaminaCache) else {"rows": bf16}
     return DemoRow(
         name=result.name,
         bits=result.bits_history,
-        kv_bytes=sum(cache.memory().values()) if isinstance(cache, LaminaCache) else bf16,
+        kv_bytes=sum(by_kind.values()),
         kv_bytes_bf16=bf16,
         kl_mean=result.kl_mean,
         top1=result.top1,
         tokens_per_second=speed,
+        bytes_by_kind=by_kind,
     )
 
 
-def _explain(loaded: LoadedModel, path: Path, prompt_tokens: int, held: Sequence[Source], screen: Screen) -> None:
+def _notes(loaded: LoadedModel, held: Sequence[Source]) -> list[str]:
+    """What the figures mean."""
     g, window = loaded.geometry, WindowConfig()
     exact = window.sink + window.recent + window.rollback
     dtype = str(loaded.model.dtype).removeprefix("torch.")
@@ -234,7 +258,7 @@ def _explain(loaded: LoadedModel, path: Path, prompt_tokens: int, held: Sequence
     packed = sequence_bytes(g, [(2, 2)], limit, torch.bfloat16, window)
     plain = 2 * (g.elements(limit) + g.window_elements(limit))
     names = ", ".join(source.name for source in held)
-    screen.show(
+    return [
         f"Lamina's caches keep the first {window.sink} and the last {window.recent} to {exact} tokens exactly, here in "
         f"{dtype}, the dtype the model runs in. Their share falls with length: in bfloat16 and at the model's "
         f"{limit:,} tokens, lamina-int2 takes {format_bytes(packed)} against "
@@ -242,6 +266,4 @@ def _explain(loaded: LoadedModel, path: Path, prompt_tokens: int, held: Sequence
         f"bf16 is measured with keys and values rounded to bfloat16; its speed is that of transformers' DynamicCache "
         f"in {dtype}. Steps are timed in turn, and the median step counts.",
         f"KL and top-1 are of every {HELD_OUT_EVERY}th document of the text ({names}), which calibration did not see.",
-        f"\nThe profile is {path}. To use it in Python:\n",
-        *(f"    {line}" for line in python_lines(loaded, path)),
-    )
+    ]

@@ -16,25 +16,33 @@ if TYPE_CHECKING:
 
 _BOX = box.SIMPLE_HEAD
 ENGINE_ROWS = ("bf16", "fp8")
+DEMO_COLUMNS = ("bits", "KV cache", "of bf16", "KL mean", "top-1", "tok/s")
 _STATE_STYLES = {"ok": "green", "limited": "yellow", "missing": "yellow"}
 
 
 def calibration_table(report: "CalibrationReport") -> Table:
     """What a calibration learnt, one fact a row."""
+    size = _bytes(report.file_bytes)
+    return facts_table(
+        [
+            ("profile", f"{report.profile} ({size})"),
+            ("model", report.model),
+            ("data", ", ".join(report.data)),
+            ("tokens", f"{report.tokens:,}"),
+            ("positions", report.positions),
+            ("transform", report.transform),
+            ("initial tier", report.tier),
+            ("time", f"{report.seconds:.1f} s"),
+        ]
+    )
+
+
+def facts_table(facts: Sequence[tuple[str, str]]) -> Table:
+    """One fact a row: its name and its value."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    size = _bytes(report.file_bytes)
-    for name, value in (
-        ("profile", f"{report.profile} ({size})"),
-        ("model", report.model),
-        ("data", ", ".join(report.data)),
-        ("tokens", f"{report.tokens:,}"),
-        ("positions", report.positions),
-        ("transform", report.transform),
-        ("initial tier", report.tier),
-        ("time", f"{report.seconds:.1f} s"),
-    ):
+    for name, value in facts:
         table.add_row(name, Text(value))
     return table
 
@@ -44,7 +52,7 @@ def fidelity_table(report: "FidelityReport") -> Table:
     title = f"{report.model} on {report.text}: {report.tokens:,} tokens in sequences of {report.seq_len:,}, "
     share = report.position_offset / report.max_positions
     title += f"from position {report.position_offset:,} ({share:.0%} of the model's {report.max_positions:,})"
-    table = _table(title, "arm", ("bits", "in all", "KL", "median", "99 %", "top-1", "ppl", "KV cache"))
+    table = figures_table(title, "arm", ("bits", "in all", "KL", "median", "99 %", "top-1", "ppl", "KV cache"))
     for arm in report.arms:
         table.add_row(
             arm.name + ("*" if arm.simulated else ""),
@@ -63,19 +71,23 @@ def fidelity_table(report: "FidelityReport") -> Table:
 
 def demo_table(title: str, rows: Sequence["DemoRow"]) -> Table:
     """The demo's comparison."""
-    table = _table(title, "arm", ("bits", "KV cache", "of bf16", "KL mean", "top-1", "tok/s"))
+    table = figures_table(title, "arm", DEMO_COLUMNS)
     for row in rows:
-        table.add_row(
-            row.name,
-            _bits(row.bits),
-            _bytes(row.kv_bytes),
-            f"{row.kv_bytes / row.kv_bytes_bf16:.0%}",
-            _kl(row.kl_mean),
-            f"{row.top1:.1%}",
-            f"{row.tokens_per_second:.1f}",
-            style="bold" if row.name.startswith("lamina") else "",
-        )
+        table.add_row(*demo_cells(row), style="bold" if row.name.startswith("lamina") else "")
     return table
+
+
+def demo_cells(row: "DemoRow") -> tuple[str, ...]:
+    """An arm's name and figures, in the order of ``DEMO_COLUMNS``."""
+    return (
+        row.name,
+        _bits(row.bits),
+        _bytes(row.kv_bytes),
+        f"{row.kv_bytes / row.kv_bytes_bf16:.0%}",
+        _kl(row.kl_mean),
+        f"{row.top1:.1%}",
+        f"{row.tokens_per_second:.1f}",
+    )
 
 
 def plan_table(plan: "Plan") -> Table:
@@ -86,7 +98,9 @@ def plan_table(plan: "Plan") -> Table:
     )
     each = "longest request" if plan.max_batch == 1 else f"longest of {plan.max_batch} requests"
     context = f"{plan.context:,} tokens"
-    table = _table(title, "KV cache", ("bytes/token", f"one request of {context}", each, f"requests of {context}"))
+    table = figures_table(
+        title, "KV cache", ("bytes/token", f"one request of {context}", each, f"requests of {context}")
+    )
     for row in plan.rows:
         table.add_row(
             row.name if row.name in ENGINE_ROWS else f"Lamina {row.name}",
@@ -111,8 +125,15 @@ def doctor_table(checks: Sequence["Check"]) -> Table:
     return table
 
 
-def _table(title: str, first: str, others: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left", caption_justify="left", box=_BOX, padding=(0, 1, 0, 0))
+def figures_table(title: str, first: str, others: Sequence[str]) -> Table:
+    """An empty table of figures; ``first`` heads the column of names."""
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        caption_justify="left",
+        box=_BOX,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=len(name) <= 10)
@@ -124,6 +145,8 @@ def _bits(value: float) -> str:
 
 
 def _kl(value: float) -> str:
+    if value != value:
+        return "-"
     if 0 < value < 1e-4:
         return f"{value:.0e}"
     return f"{value:.4f}" if value < 10 else f"{value:.3f}"

@@ -42,6 +42,14 @@ def absorb_value_basis(model: PreTrainedModel, profile: Profile) -> Profile:
     UnsupportedModelError
         If the projections cannot be found, are not floating point, or the model's output changes; the model is then
         left as it was.
+
+    Examples
+    --------
+    >>> from lamina import LaminaCache, Profile, absorb_value_basis
+    >>> profile = absorb_value_basis(model, Profile.load("model.profile"))
+    >>> profile.absorbed
+    True
+    >>> cache = LaminaCache(model, profile)
     """
     geometry = model_geometry(model.config)
     profile.check_model(geometry)

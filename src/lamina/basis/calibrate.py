@@ -102,6 +102,16 @@ def calibrate(
         If the model cannot be served.
     DataError
         If the text is too short for one whole page a sequence.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from lamina import CalibrationConfig, calibrate
+    >>> ids = tokenizer(Path("mine.jsonl").read_text(), return_tensors="pt").input_ids[:, :2048]
+    >>> profile = calibrate(model, ids.split(512, dim=1), CalibrationConfig(tiers=(4, 2)), model_id="mine")
+    >>> profile.info["tokens"]
+    2048
+    >>> profile.save("mine.profile")
     """
     config = config or CalibrationConfig()
     geometry = model_geometry(model.config)

@@ -100,6 +100,14 @@ class Profile:
         Whether V's basis was folded into the model's weights, see :func:`lamina.basis.absorb.absorb_value_basis`.
     info : dict
         Tokens, data digest, positions, package version.
+
+    Examples
+    --------
+    >>> from lamina import Profile
+    >>> profile = Profile.load("model.profile")
+    >>> profile.transform, profile.tiers[0]
+    ('balanced', (2, 2))
+    >>> profile.with_transform("hadamard").save("hadamard.profile")
     """
 
     layers: list[LayerProfile | None]

@@ -28,6 +28,17 @@ class CodecConfig:
         Whether K pages are coded around their own mean, kept in 8 bits.
     mass_correction : bool
         Whether attention corrects packed logits for the mass that their noise adds (Lamina SPEC 5).
+
+    Examples
+    --------
+    Codes as other caches write them, from the least to the largest number of a row, for a comparison:
+
+    >>> from lamina import CodecConfig
+    >>> plain = CodecConfig(rule="minmax", center=False, mass_correction=False)
+    >>> plain.rule
+    <ScaleRule.MINMAX: 'minmax'>
+
+    A cache takes it as ``LaminaCache(model, profile, codec=plain)``.
     """
 
     rule: ScaleRule = ScaleRule.UNBIASED

@@ -90,9 +90,8 @@ def load_cache(path: Path, model: PreTrainedModel, profile: Profile, max_bytes: 
 
 def _fill(cache: "LaminaCache", meta: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
     dtype = getattr(torch, meta["dtype"])
-    devices: dict[int, torch.device] = {
-        m.layer_idx: next(m.parameters()).device for m in model.modules() if _is_layer(m)
-    }  # type: ignore[misc]
+    layers: list[Any] = [m for m in model.modules() if _is_layer(m)]
+    devices = {m.layer_idx: next(m.parameters()).device for m in layers}
     for layer in cache.ours:
         prefix = f"layers.{layer.index}."
         named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -81,16 +81,21 @@ class LaminaCache(Cache):
 
     Examples
     --------
-    Several questions about one text, which is read once:
+    >>> from lamina import LaminaCache, Profile, WindowConfig
+    >>> cache = LaminaCache(model, Profile.load("model.profile"), tiers=(4, 2), window=WindowConfig(recent=128))
+    >>> output = model.generate(**inputs, max_new_tokens=5, cache=cache)
+    >>> cache.get_seq_length() == output.shape[1] - 1  # the last token has not been read yet
+    True
+    >>> cache.tiers = 2
+    >>> cache.tiers[0]
+    (2, 2)
 
-    >>> model, inputs, question, profile = example.model, example.inputs, example.question, example.profile
-    >>> cache = LaminaCache(model, profile, tiers=(4, 2))
-    >>> _ = model(**inputs, **cache_kwarg(model, cache))
+    Go back to an earlier state as often as needed; nothing is copied until it changes:
+
     >>> read = cache.snapshot()
-    >>> first = model(question, **cache_kwarg(model, cache)).logits
+    >>> again = model.generate(output, max_new_tokens=5, do_sample=False, cache=cache)
     >>> cache.restore(read)
-    >>> again = model(question, **cache_kwarg(model, cache)).logits
-    >>> bool((first == again).all())
+    >>> bool((again == model.generate(output, max_new_tokens=5, do_sample=False, cache=cache)).all())
     True
     """
 

@@ -18,6 +18,12 @@ class WindowConfig:
         Most recent tokens, on top of the page being filled.
     rollback : int
         Further tokens whose exact rows are kept, so that rolling back that far equals a fresh run.
+
+    Examples
+    --------
+    >>> from lamina import WindowConfig
+    >>> WindowConfig(sink=64, recent=512).exact_from(1000)  # 512 before the page of token 1000
+    448
     """
 
     sink: int = 64
