@@ -71,9 +71,9 @@ def main() -> None:
                 logits = model(ids[:, i : i + 512], **cache_kwarg(model, cache)).logits
             log_q = logits[:, -1].float().log_softmax(-1)
             kl = float((truth.exp() * (truth - log_q)).sum())
-            same = sum(cache.memory().values()) == sum(p.n_bytes for x in cache.layers for p in x.store.arena.pools) + sum(
-                x.store.page_ids().untyped_storage().nbytes() for x in cache.layers
-            )
+            same = sum(cache.memory().values()) == sum(
+                p.n_bytes for x in cache.layers for p in x.store.arena.pools
+            ) + sum(x.store.page_ids().untyped_storage().nbytes() for x in cache.layers)
             print(f"tiers {tiers}: KL {kl:.5f}, {time.time() - start:.2f} s, bits {cache.bits()}, bytes add up {same}")
         cache = LaminaCache(model, profile, tiers=8)
         out = model.generate(ids[:, :1000], max_new_tokens=40, do_sample=False, **cache_kwarg(model, cache))
