@@ -90,18 +90,17 @@ def load_cache(path: Path, model: PreTrainedModel, profile: Profile, max_bytes: 
 
 def _fill(cache: "LaminaCache", meta: dict[str, Any], tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
     dtype = getattr(torch, meta["dtype"])
-    layers: list[Any] = [m for m in model.modules() if _is_layer(m)]
-    devices = {m.layer_idx: next(m.parameters()).device for m in layers}
+    devices = layer_devices(model)
     for layer in cache.ours:
         prefix = f"layers.{layer.index}."
         named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        layer.make_store(dtype, devices.get(layer.index, model.device), cache.budget)
+        layer.make_store(dtype, devices[layer.index], cache.budget)
         restore_store(layer.store, named, meta["lengths"])
         layer.seen = meta["seen"]
     for i in cache.hosts:
         prefix = f"layers.{i}.host."
         named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        host_layers.restore(cache.layers[i], meta["hosts"][str(i)], named, devices.get(i, model.device))
+        host_layers.restore(cache.layers[i], meta["hosts"][str(i)], named, devices[i])
     columns = tensors.get("padding")
     if columns is not None and columns.shape != (len(meta["lengths"]), meta["seen"]):
         raise CacheStateError(f"the padding has shape {tuple(columns.shape)}; read the prompt again")
@@ -138,5 +137,13 @@ def read_cache_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return meta, tensors
 
 
-def _is_layer(module: Any) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and next(module.parameters(), None) is not None
+def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where each layer computes; layers that accelerate offloads compute on its main device."""
+    placed = [d for d in (getattr(model, "hf_device_map", None) or {}).values() if d not in ("cpu", "disk")]
+    main = torch.device(placed[0] if placed else "cpu")
+    found = {}
+    for module in model.modules():
+        index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if isinstance(index, int) and parameter is not None:
+            found[index] = main if parameter.device.type == "meta" else parameter.device
+    return found

@@ -333,8 +333,9 @@ class LaminaCache(Cache):
         """
         if self.config._attn_implementation != ATTENTION or self.layers[index].pending:
             raise CacheStateError(
-                f"layer {index}: the model runs with attention {self.config._attn_implementation!r}, which does not "
-                f"read this cache; call model.set_attn_implementation({ATTENTION!r}) and start with a new cache"
+                f"layer {index}: the model that called runs with another attention than {ATTENTION!r} (the cache's own "
+                f"runs with attention {self.config._attn_implementation!r}), which does not read this cache; use the "
+                f"model that the cache was made for, call model.set_attn_implementation({ATTENTION!r}), and start anew"
             )
         ours = self.ours
         first, here, last = (layer.seen for layer in (ours[0], self.layers[index], ours[-1]))
