@@ -102,7 +102,7 @@ def test_a_crop_uses_exact_rows_that_a_snapshot_kept_and_keeps_them() -> None:
 
 
 def test_cutting_a_shared_packed_page_copies_it() -> None:
-    store, k, v = store_of(1, 500)
+    store, _, _ = store_of(1, 500)
     taken, then = store.snapshot(), page_contents(store, 0)
     store.crop([100])
     cut = page_contents(store, 0)[-1]
@@ -130,7 +130,7 @@ def test_padding_leaves_no_trace() -> None:
 
 def test_added_sequences_are_copies() -> None:
     mine, k, v = store_of(1, 100)
-    other, k2, v2 = store_of(2, 330)
+    other, _, _ = store_of(2, 330)
     other.select([1, 1])
     then = page_contents(other, 0)
     mine.extend(other)
