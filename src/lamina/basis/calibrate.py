@@ -23,6 +23,7 @@ from lamina.errors import ConfigError, DataError, UnsupportedModelError
 
 CAPTURE = "lamina_capture"
 OWNER = "lamina_owner"
+BACKEND = "_supports_attention_backend"
 MAX_CONTEXT = 131072
 PROBE_TOKENS = 256
 OFFSET_TOLERANCE = 0.05
@@ -115,6 +116,7 @@ def calibrate(
     """
     config = config or CalibrationConfig()
     geometry = model_geometry(model.config)
+    check_attention_interface(model, geometry)
     generator = torch.Generator().manual_seed(config.seed)
     stats = {i: MomentAccumulator(config.skip, config.reservoir_pages, generator) for i in geometry.packed}
     limit = min(geometry.max_positions, config.max_context or MAX_CONTEXT)
@@ -138,13 +140,12 @@ def calibrate(
             tokens += ids.numel()
             if progress is not None:
                 progress(tokens)
-    if not tokens or not any(s.n_paged for s in stats.values()):
+    _check_layers(geometry, stats, longest)
+    if not any(s.n_paged for s in stats.values()):
         raise DataError(
             f"{tokens} tokens of text hold no whole page after the first {config.skip} tokens of a sequence; "
             "give more text or longer sequences"
         )
-    if missing := [i for i, s in stats.items() if not s.n_paged]:
-        raise UnsupportedModelError(f"layers {missing} did not go through transformers' attention interface")
     return Profile(
         layers=[_layer_profile(stats[i], config) if i in stats else None for i in range(geometry.n_layers)],
         model_id=model_id or getattr(model.config, "_name_or_path", "") or "unnamed",
@@ -163,6 +164,22 @@ def calibrate(
     )
 
 
+def _check_layers(geometry: ModelGeometry, stats: dict[int, MomentAccumulator], longest: int) -> None:
+    """Raise UnsupportedModelError unless every layer attended to rows of the shape that its configuration tells of."""
+    missing = [i for i, s in stats.items() if not s.n_q and longest > s.skip]
+    if missing:
+        raise UnsupportedModelError(f"layers {missing} did not go through transformers' attention interface")
+    for i, s in stats.items():
+        if not s.n_q:
+            continue
+        (heads, keys, _), values, told = s.sums["c_q"].shape, s.sums["c_v"].shape[-1], geometry.layers[i]
+        if (heads, keys, values) != (told.n_kv_heads, told.head_dim, told.head_dim):
+            raise UnsupportedModelError(
+                f"layer {i} attends to keys of {heads} KV heads with {keys} channels and values with {values}; its "
+                f"configuration tells of {told.n_kv_heads} KV heads with {told.head_dim}"
+            )
+
+
 def _layer_profile(stats: MomentAccumulator, config: CalibrationConfig) -> LayerProfile:
     moments = stats.result()
     moments = type(moments)(**{n: getattr(moments, n).cpu() for n in moments.names()})
@@ -177,6 +194,8 @@ def forward_hidden(model: PreTrainedModel, ids: Tensor, offset: int) -> Tensor:
     """Final hidden states ``[B, T, hidden]`` of a run whose positions start at ``offset``."""
     positions = torch.arange(offset, offset + ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    if body is model:
+        body = getattr(model, "model", model)
     return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
 
@@ -222,6 +241,10 @@ def _capture_attention(
     # Layers that share keys hand on the very tensor, so it can tell whose statistics their queries belong to.
     owner = getattr(key, OWNER, None)
     stats = getattr(module, "lamina_stats", None)
+    if owner is not None and owner is stats:
+        raise UnsupportedModelError(
+            f"layer {module.layer_idx} attends more than once to the same keys, so its values are not the stored ones"
+        )
     if owner is not None:
         owner.add_queries(query, output)
     elif stats is not None:
@@ -230,9 +253,15 @@ def _capture_attention(
     return output, weights
 
 
+def _can_exchange_attention(model: PreTrainedModel) -> bool:
+    """What the model's class says; transformers' own look at its source where it says nothing, as hybrid models do."""
+    said = [vars(c)[BACKEND] for c in type(model).__mro__ if c is not PreTrainedModel and BACKEND in vars(c)]
+    return bool(said[0]) if said else model._can_set_attn_implementation()
+
+
 def check_attention_interface(model: PreTrainedModel, geometry: ModelGeometry) -> None:
     """Raise UnsupportedModelError unless the model's attention can be exchanged."""
-    if not getattr(model, "_supports_attention_backend", False):
+    if not _can_exchange_attention(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use transformers' attention interface, so its {geometry.n_layers} "
             "layers cannot read a packed cache"

@@ -133,7 +133,7 @@ def model_geometry(config: Any) -> ModelGeometry:
         raise UnsupportedModelError(f"Lamina cannot serve {name!r} models of this kind: {reason}")
     return ModelGeometry(
         layers=layers,
-        n_heads=text.num_attention_heads,
+        n_heads=_most(_value(text, "num_attention_heads")),
         max_positions=getattr(text, "max_position_embeddings", None) or 131072,
         softcap=float(getattr(text, "attn_logit_softcapping", None) or 0),
         config_hash=config_hash(text),
@@ -142,8 +142,8 @@ def model_geometry(config: Any) -> ModelGeometry:
 
 def config_hash(text: Any) -> str:
     """Hash of the fields that define the architecture; equal for every dtype and transformers version."""
-    fields = {name: getattr(text, name, None) for name in HASHED_FIELDS}
-    fields["head_dim"] = _head_dim(text)
+    fields = {name: _value(text, name) for name in HASHED_FIELDS}
+    fields["head_dim"] = fields["head_dim"] or _head_dim(text)
     types = fields["layer_types"] or ["full_attention"]
     fields["layer_types"] = list(types) if len(set(types)) > 1 else sorted(set(types))
     rope = getattr(text, "rope_parameters", None) or {}
@@ -185,12 +185,24 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def _value(text: Any, name: str) -> Any:
+    """A field of a configuration, None without it; one value a layer where transformers has one a layer."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:
+        return [getattr(layer, name, None) for layer in text.per_layer_config]
+
+
+def _most(value: int | list[int]) -> int:
+    return max(value) if isinstance(value, list) else value
+
+
 def _refusal(config: Any, text: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it has cross attention; use a decoder-only model"
     if getattr(text, "kv_lora_rank", None):
         return "multi-head latent attention already compresses its cache, and has no per-head keys to store"
-    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+    if _value(text, "num_attention_heads") is None or getattr(text, "num_hidden_layers", None) is None:
         return "its configuration names no attention heads or layers"
     if getattr(text, "add_cross_attention", False) or getattr(text, "cross_attention_layers", None):
         return "it has cross attention; use a decoder-only model"
