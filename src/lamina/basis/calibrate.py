@@ -190,13 +190,17 @@ def _layer_profile(stats: MomentAccumulator, config: CalibrationConfig) -> Layer
     return LayerProfile(transform.float(), kappa, q_energy, v_energy, moments)
 
 
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The text decoder of a model, without its head."""
+    body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    # Some models answer with themselves or with their head.
+    return body if body is not model and isinstance(body, PreTrainedModel) else getattr(model, "model", model)
+
+
 def forward_hidden(model: PreTrainedModel, ids: Tensor, offset: int) -> Tensor:
     """Final hidden states ``[B, T, hidden]`` of a run whose positions start at ``offset``."""
     positions = torch.arange(offset, offset + ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
-    body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-    if body is model:
-        body = getattr(model, "model", model)
-    return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+    return decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
 
 def _positions_are_relative(model: PreTrainedModel, ids: Tensor, limit: int) -> bool:
@@ -266,7 +270,7 @@ def check_attention_interface(model: PreTrainedModel, geometry: ModelGeometry) -
             f"{type(model).__name__} does not use transformers' attention interface, so its {geometry.n_layers} "
             "layers cannot read a packed cache"
         )
-    for module in model.modules():
+    for module in decoder_of(model).modules():
         if isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(
                 f"{type(model).__name__} looks ahead in layer {module.layer_idx}; a cache needs causal attention"
