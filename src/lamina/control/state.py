@@ -1,0 +1,258 @@
+"""The controller's state: smoothed signals, decisions so far, and when to fire next."""
+
+import copy
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lamina.codec import TIERS
+from lamina.control.canary import Signals
+from lamina.control.config import ControllerConfig, Policy, Schedule, TauRule
+from lamina.control.policies import allocate, hysteresis, threshold, vote
+from lamina.control.tau import AdaptiveTau, sqrt_tau
+from lamina.errors import ConfigError
+
+Table = list[list[float]]
+"""One row a layer and side, one number a tier."""
+
+Reduce = Callable[[Table], Table]
+"""Averages signals over ranks, so that every rank decides alike; the identity on one rank."""
+
+FORMAT = "lamina-controller"
+
+
+@dataclass
+class Track:
+    """What is remembered of one layer and side.
+
+    Attributes
+    ----------
+    ema : dict
+        Bits -> smoothed signal.
+    decisions : list of int
+        The last threshold decisions, oldest first.
+    kept, below, quiet : int
+        Firings since the tier changed; the lower tier that has been quiet, 0 for none; firings it has been.
+    """
+
+    ema: dict[int, float] = field(default_factory=dict)
+    decisions: list[int] = field(default_factory=list)
+    kept: int = 0
+    below: int = 0
+    quiet: int = 0
+
+
+@dataclass(frozen=True)
+class Firing:
+    """One decision.
+
+    Attributes
+    ----------
+    step : int
+        Decode steps so far.
+    context : int
+        Longest running context.
+    tau : float
+        Threshold that held.
+    signals, ema : list
+        One row a layer and side (K, V alternating) of numbers by tier; empty where a layer gave no signal.
+    tiers : list of (int, int)
+        Bits of K and V from now on, one pair a layer.
+    """
+
+    step: int
+    context: int
+    tau: float
+    signals: Table
+    ema: Table
+    tiers: list[tuple[int, int]]
+
+
+class Controller:
+    """Decides the tiers of each layer's K and V from measured drift.
+
+    The state persists across requests: a request that starts is admitted at the tiers decided so far.
+
+    Parameters
+    ----------
+    config : ControllerConfig
+        Settings.
+    tiers : sequence of (int, int)
+        Bits of K and V before the first firing, one pair a layer.
+    sizes : sequence of float, optional
+        Elements of a token in each layer, for average bits; default equal.
+    reduce : callable
+        Averages signals over ranks.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        tiers: Sequence[tuple[int, int]],
+        sizes: Sequence[float] | None = None,
+        reduce: Reduce = lambda table: table,
+    ) -> None:
+        self.config = config
+        self.tiers: list[tuple[int, int]] = [(int(k), int(v)) for k, v in tiers]
+        self.sizes = list(sizes) if sizes is not None else [1.0] * len(self.tiers)
+        if len(self.sizes) != len(self.tiers):
+            raise ConfigError(f"{len(self.sizes)} sizes do not fit {len(self.tiers)} layers")
+        self.reduce = reduce
+        self.tracks = [Track() for _ in range(2 * len(self.tiers))]
+        self.adaptive = AdaptiveTau()
+        self.step = 0
+        self.frozen = False
+        self.random = random.Random(config.seed)
+
+    @property
+    def average_bits(self) -> float:
+        """Average tier over layers and sides, weighted by size."""
+        return sum((k + v) * size for (k, v), size in zip(self.tiers, self.sizes)) / (2 * sum(self.sizes))
+
+    def fires(self) -> bool:
+        """Count one decode step; whether signals should be taken in it."""
+        self.step += 1
+        if self.config.schedule == Schedule.PERIODIC:
+            due = int(self.step * self.config.rate) > int((self.step - 1) * self.config.rate)
+        else:
+            due = self.random.random() < self.config.rate
+        return due and not self.frozen
+
+    def decide(self, signals: Mapping[int, Signals], context: int) -> Firing | None:
+        """Take in the signals of one firing and choose tiers for pages that close from now on.
+
+        Parameters
+        ----------
+        signals : mapping
+            Layer -> its signals; layers without are left as they are.
+        context : int
+            Longest running context, in tokens.
+
+        Returns
+        -------
+        Firing or None
+            None if nothing was measured or the controller is frozen.
+        """
+        if self.frozen or not signals:
+            return None
+        table = self.reduce(self._table(signals))
+        alpha = self.config.alpha
+        for track, row in zip(self.tracks, table):
+            for bits, value in zip(TIERS, row):
+                old = track.ema.get(bits)
+                track.ema[bits] = value if old is None else old + alpha * (value - old)
+        tau = self._tau(table, context)
+        before = list(self.tiers)
+        self._choose(tau)
+        for i, (old_pair, new_pair) in enumerate(zip(before, self.tiers)):
+            for side in (0, 1):
+                track = self.tracks[2 * i + side]
+                track.kept = 0 if old_pair[side] != new_pair[side] else track.kept + 1
+        ema = [[track.ema[bits] for bits in TIERS] if track.ema else [] for track in self.tracks]
+        return Firing(self.step, context, tau, table, ema, list(self.tiers))
+
+    def freeze(self) -> None:
+        """Stop all updates; the tiers stay."""
+        self.frozen = True
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as JSON values."""
+        state = self.random.getstate()
+        return {
+            "format": FORMAT,
+            "config": asdict(self.config),
+            "tiers": [list(pair) for pair in self.tiers],
+            "tracks": [asdict(track) | {"ema": {str(b): x for b, x in track.ema.items()}} for track in self.tracks],
+            "adaptive": [self.adaptive.fast, self.adaptive.slow],
+            "step": self.step,
+            "frozen": self.frozen,
+            "random": [state[0], list(state[1]), state[2]],
+        }
+
+    def load(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on from a snapshot of a controller with as many layers; the settings stay this one's."""
+        if not isinstance(snapshot, Mapping) or snapshot.get("format") != FORMAT:
+            raise ConfigError("this is no snapshot of a controller; take one with controller.snapshot()")
+        try:
+            tiers = [(int(k), int(v)) for k, v in snapshot["tiers"]]
+            tracks = [
+                Track(**{**t, "ema": {int(b): float(x) for b, x in t["ema"].items()}}) for t in snapshot["tracks"]
+            ]
+            fast, slow = snapshot["adaptive"]
+            version, words, gauss = snapshot["random"]
+            step, frozen = int(snapshot["step"]), bool(snapshot["frozen"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"the controller's snapshot is damaged ({error!r}); start without it") from error
+        if len(tiers) != len(self.tiers) or len(tracks) != len(self.tracks):
+            raise ConfigError(f"the snapshot has {len(tiers)} layers, the model {len(self.tiers)}")
+        if any(bits not in TIERS for pair in tiers for bits in pair):
+            raise ConfigError(f"the snapshot's tiers {tiers} are not all of {', '.join(map(str, TIERS))} bits")
+        self.tiers, self.tracks, self.step, self.frozen = tiers, copy.deepcopy(tracks), step, frozen
+        self.adaptive.fast, self.adaptive.slow = fast, slow
+        self.random.setstate((version, tuple(words), gauss))
+
+    def _table(self, signals: Mapping[int, Signals]) -> Table:
+        table: Table = []
+        for i in range(len(self.tiers)):
+            found = signals.get(i)
+            table += [[], []] if found is None else [[x[b] for b in TIERS] for x in (found.k, found.v)]
+        return table
+
+    def _tau(self, table: Table, context: int) -> float:
+        c = self.config
+        if c.tau_rule == TauRule.FIXED:
+            return c.tau0
+        tau = sqrt_tau(c.tau0, context, c.tau_context)
+        if c.tau_rule == TauRule.ADAPTIVE:
+            level = [row[0] for row in table[::2] if row]
+            self.adaptive.update(sum(level) / max(len(level), 1))
+            tau *= self.adaptive.factor
+        return tau
+
+    def _choose(self, tau: float) -> None:
+        known = [i for i in range(len(self.tiers)) if self.tracks[2 * i].ema]
+        sides = [(i, side) for i in known for side in ((0,) if self.config.tied else (0, 1))]
+        if self.config.policy == Policy.ALLOCATE:
+            chosen = allocate(
+                [self.tracks[2 * i + side].ema for i, side in sides],
+                [self.sizes[i] * (1 + self.config.tied) for i, _ in sides],
+                self.config.target_bits,
+                self.config.tiers,
+            )
+        else:
+            chosen = [self._choose_one(self.tracks[2 * i + side], self.tiers[i][side], tau) for i, side in sides]
+        for (i, side), bits in zip(sides, chosen):
+            pair = [bits, bits] if self.config.tied else list(self.tiers[i])
+            pair[side] = bits
+            self.tiers[i] = (pair[0], pair[1])
+
+    def _choose_one(self, track: Track, current: int, tau: float) -> int:
+        c = self.config
+        if c.policy == Policy.HYSTERESIS:
+            calm = track.quiet + 1 >= c.patience and track.kept >= c.dwell
+            chosen, below = hysteresis(
+                track.ema, current, tau, c.tiers, c.fallback, calm=calm, demote_below=c.demote_below
+            )
+            track.quiet = track.quiet + 1 if below and below == track.below else int(bool(below))
+            track.below = below or 0
+            return chosen
+        decision = threshold(track.ema, tau, c.tiers, c.fallback)
+        if c.policy == Policy.THRESHOLD:
+            return decision
+        track.decisions = [*track.decisions, decision][-c.votes :]
+        return vote(track.decisions)
+
+
+def merge_tiers(vectors: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Majority of several tier vectors, a layer and side at a time; ties go to more bits (EchoKV).
+
+    Parameters
+    ----------
+    vectors : sequence
+        Each one pair (K, V) a layer.
+    """
+    if not vectors or len({len(v) for v in vectors}) != 1:
+        raise ConfigError(f"cannot merge tier vectors of {[len(v) for v in vectors]} layers")
+
+    return [(vote([v[i][0] for v in vectors]), vote([v[i][1] for v in vectors])) for i in range(len(vectors[0]))]
