@@ -98,8 +98,9 @@ class LaminaLayer(CacheLayerMixin):
             self.pending = 0
             padding.grow(real, batch, before, tokens)
         if max(padding.lengths(batch, before)) == 0:
-            # The first chunk attends to itself alone, which is the model's own attention.
-            return host_attention(module, query, key, value, mask, **kwargs)[0]
+            # Real tokens attend to this chunk alone, which is the model's own attention; what came before is padding.
+            own = mask if mask is None else mask[..., before:]
+            return host_attention(module, query, key, value, own, **kwargs)[0]
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
         basis = ReadBasis(**{**vars(self.basis), "softcap": softcap or 0.0, "sinks": sinks})
         query = query.detach()
