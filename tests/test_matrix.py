@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache as memoised
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ TOLERANCE = {16: 5e-4, 8: 1e-4, 4: 1e-3, 2: 4e-3}
 """Of a logit, by the arm's fewest bits; the codes themselves change logits by up to 0.002, 0.001, 0.03 and 0.14."""
 
 
-@cache
+@memoised
 def model() -> PreTrainedModel:
     return build("Llama", **CALM)
 
 
-@cache
+@memoised
 def profile_of(arm: str) -> Profile:
     made = calibrate(model(), [tokens(2, 384, seed) for seed in (100, 101)], model_id="Llama")
     return ARMS[arm].profile(made)
@@ -124,7 +124,7 @@ def packed_pages(cache: Any, sequence: int = 0) -> int:
 
 
 def padded_equals_alone(net: PreTrainedModel, make: Make, counts: list[list[int]]) -> Any:
-    """Feed a batch in chunks of which sequence b has ``counts[b][c]`` tokens, padded on the left; compare with b alone."""
+    """Feed chunks of which sequence b has ``counts[b][c]`` tokens, padded on the left; compare with b alone."""
     widths = [max(chunk) for chunk in zip(*counts)]
     rows = [tokens(1, sum(c), seed=20 + b) for b, c in enumerate(counts)]
     ids = torch.full((len(counts), sum(widths)), PAD)
@@ -398,7 +398,7 @@ def sampling_repeats_with_its_seed(net: PreTrainedModel, make: Make) -> None:
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
-@cache
+@memoised
 def compiled() -> Any:
     """Graphs without generated code: what is tested is where they break."""
     return torch.compile(model(), backend="eager")

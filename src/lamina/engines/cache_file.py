@@ -55,7 +55,7 @@ def save_cache(cache: "LaminaCache", path: Path) -> None:
         "n_layers": cache.geometry.n_layers,
         "dtype": str(compact.ours[0].store.dtype).removeprefix("torch."),
         "tiers": cache.tiers,
-        "seen": cache.get_seq_length(),
+        "seen": cache.seen,
         "lengths": cache.lengths,
         "window": dataclasses.asdict(cache.window),
         "codec": dataclasses.asdict(cache.codec),

@@ -37,7 +37,7 @@ class Snapshot:
 
     def __init__(self, cache: "LaminaCache") -> None:
         self.cache = weakref.ref(cache)
-        self.padding, self.seen = cache.padding.columns, cache.get_seq_length()
+        self.padding, self.seen = cache.padding.columns, cache.seen
         self.stores = [layer.store.snapshot() if layer.store is not None else [] for layer in cache.ours]
         self.hosts = {i: deepcopy(cache.layers[i]) for i in cache.hosts}
         self.released = False
@@ -161,8 +161,9 @@ class LaminaCache(Cache):
     def tiers(self, tiers: Tiers) -> None:
         self._tiers = parse_tiers(tiers, self.profile)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding included; all layers agree."""
+    @property
+    def seen(self) -> int:
+        """Tokens seen, padding included; between calls, all layers agree."""
         return self.ours[0].seen
 
     @property
@@ -242,7 +243,7 @@ class LaminaCache(Cache):
         Sequences shorter than the longest count as padded on the left: later attention masks have 0 there.
         """
         self._check_other(other)
-        mine, theirs = self.get_seq_length(), other.get_seq_length()
+        mine, theirs = self.seen, other.seen
         seen, batch = max(mine, theirs), self.ours[0].batch_size
         columns = [
             torch.nn.functional.pad(c.padding.columns, (seen - n, 0))

@@ -151,8 +151,12 @@ class Arena:
 
     def let_go(self, held: list[int]) -> None:
         """Count one holder less of every page in ``held``; exact rows of pages without holders are released."""
-        ids = _ids(held)
-        self.counts[ids, HOLDERS] -= 1
+        self.counts[_ids(held), HOLDERS] -= 1
+        self.drop_unheld(held)
+
+    def drop_unheld(self, pages: list[int]) -> None:
+        """Release the exact rows of those pages that have no holders."""
+        ids = _ids(pages)
         self._release_exact(ids[self.counts[ids, HOLDERS] == 0])
 
     def take_in(self, other: "Arena", pages: list[int]) -> dict[int, int]:

@@ -237,7 +237,10 @@ class LayerStore:
             added = Sequence([here[p] for p in s.pages], [here[p] for p in s.held], s.length)
             self.arena.retain(added.pages, added.held)
             self.sequences.append(added)
+        # Rows that only a snapshot over there held are none of theirs.
+        self.arena.drop_unheld([p for p in here.values() if self.arena.cell(p, START) >= self.window.sink])
         self._page_ids = None
+        self._loosen()
 
     def reset(self) -> None:
         """Forget every sequence; what no snapshot uses is given back."""
