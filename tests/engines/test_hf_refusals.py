@@ -14,7 +14,7 @@ SMALL = SIZES | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 
 MODELS: list[tuple[str, str, dict[str, Any], str]] = [
     ("sliding window", "Mistral", {"sliding_window": 128}, "sliding window of 128 tokens"),
     ("head dim 72", "Llama", {"head_dim": 72}, "head dimension is 72"),
-    ("own attention", "Falcon", {}, "does not use transformers' attention interface"),
+    ("own attention", "Bloom", {}, "does not use transformers' attention interface"),
 ]
 
 
