@@ -184,7 +184,6 @@ ARCHITECTURES: list[Architecture] = [
     served("Bert", {"is_decoder": True, "num_key_value_heads": OMIT}, "learned positions", name="BERT decoder",
            model="BertLMHeadModel"),
     served("BioGpt", {"num_key_value_heads": OMIT}, "learned positions"),
-    served("GPTJ", {"rotary_dim": 16, "num_key_value_heads": OMIT}, "partial interleaved RoPE"),
     served("Dots1", MOE | ROUTED | {"sliding_window": None}, "normed keys, experts"),
     sighted("Llava", {"model_type": "llama"} | HEADS, {"model_type": "clip_vision_model", "image_size": 16}),
     sighted("Qwen2_5_VL", {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}, PATCHES, "three positions a token",
