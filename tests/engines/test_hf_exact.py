@@ -90,3 +90,14 @@ def test_chunks_of_64_see_what_decode_sees() -> None:
         cache = LaminaCache(model, profile_of("Llama"), tiers=2, window=SHORT)
         runs.append(stepped(model, cache, ids, cuts))
     torch.testing.assert_close(runs[0], runs[1], rtol=1e-3, atol=1e-3)
+
+
+def test_float64_rows_are_read_by_the_plain_path() -> None:
+    """Compiled kernels know floats of up to 32 bits; others are read in plain torch, not by an error in the middle."""
+    model = build("Llama").double()
+    cache = LaminaCache(model, profile_of("Llama"), tiers=8, window=WindowConfig(recent=64))
+    ids = tokens(1, 310)
+    logits_of(model, ids[:, :300], **cache_kwarg(model, cache))
+    ours = torch.cat([logits_of(model, ids[:, t : t + 1], **cache_kwarg(model, cache)) for t in range(300, 310)], 1)
+    assert ours.dtype == torch.float64
+    assert float((ours - logits_of(model, ids)[:, 300:]).abs().max()) < 0.05

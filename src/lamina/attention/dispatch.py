@@ -12,6 +12,8 @@ from lamina.pages.store import StoreView
 CPU_KERNEL_QUERIES = 8
 """Query tokens up to which the CPU kernel is used; longer chunks are faster as matrix products."""
 
+CPU_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 logger = logging.getLogger("lamina")
 _announced: set[str] = set()
 
@@ -30,16 +32,20 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
     chunk : (Tensor, Tensor)
         Rows ``[B, H, T, D]`` of these T tokens.
     """
-    if q_bhtd.device.type == "cpu" and q_bhtd.shape[2] <= CPU_KERNEL_QUERIES:
+    known = view.exact.dtype in CPU_KERNEL_DTYPES
+    if q_bhtd.device.type == "cpu" and q_bhtd.shape[2] <= CPU_KERNEL_QUERIES and known:
         from lamina.attention.cpu import attend_cpu
 
         return attend_cpu(q_bhtd, view, basis).with_sinks(basis.sinks)
-    if q_bhtd.device.type != "cpu":
-        _announce_once(q_bhtd.device)
+    if q_bhtd.device.type != "cpu" or not known:
+        _announce_once(f"{q_bhtd.device.type} in {view.exact.dtype}")
     return attend_blocked(q_bhtd, view, basis, chunk).with_sinks(basis.sinks)
 
 
-def _announce_once(device: torch.device) -> None:
-    if device.type not in _announced:
-        _announced.add(device.type)
-        logger.warning("attention on %s runs in plain torch: only the CPU has compiled kernels in this version", device)
+def _announce_once(what: str) -> None:
+    if what not in _announced:
+        _announced.add(what)
+        logger.warning(
+            "attention on %s runs in plain torch, in float32: compiled kernels are for the CPU and rows of 16 or 32 bits",
+            what,
+        )
