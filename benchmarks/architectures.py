@@ -21,12 +21,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architectures import ARCHITECTURES, Architecture
-from tiny_models import tokens
-
 from lamina.basis.calibrate import calibrate
 from lamina.engines.hf import ATTENTION, LaminaCache, cache_kwarg
 from lamina.errors import LaminaError
 from lamina.pages import WindowConfig
+from tiny_models import tokens
 
 EXACT_CUTS = [100, 130, *range(131, 150)]
 PACKED_CUTS = [200, 270, *range(271, 400)]

@@ -164,7 +164,8 @@ def test_a_padded_batch_equals_its_sequences_alone(architecture: Architecture) -
     for row, n in enumerate((208, short)):
         kv = LaminaCache(model, profile, tiers=8, window=SHORT)
         alone = fed(model, kv, ids[row : row + 1, -n:], [cut - 208 + n for cut in cuts], mask[row : row + 1, -n:])
-        torch.testing.assert_close(together[row, -n:], alone[0], rtol=1e-3, atol=1e-3)
+        # Products of another shape round differently, which can move a code to its neighbour.
+        torch.testing.assert_close(together[row, -n:], alone[0], rtol=0, atol=0.02)
         assert kv.memory()["codes"] > 0
 
 

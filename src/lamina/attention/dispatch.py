@@ -46,6 +46,6 @@ def _announce_once(what: str) -> None:
     if what not in _announced:
         _announced.add(what)
         logger.warning(
-            "attention on %s runs in plain torch, in float32: compiled kernels are for the CPU and rows of 16 or 32 bits",
+            "attention on %s runs in plain torch, in float32: compiled kernels are for CPU rows of 16 or 32 bits",
             what,
         )
