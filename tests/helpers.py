@@ -158,7 +158,7 @@ def check_slots(store: LayerStore) -> None:
     users, holders = Counter(p for s in everyone for p in s.pages), Counter(p for s in everyone for p in s.held)
     pages = sorted(users)
     counts = store.arena.counts.tolist()
-    assert counts == [[users[p], holders[p]] for p in range(len(counts))]
+    assert [c[:2] for c in counts] == [[users[p], holders[p]] for p in range(len(counts))]
     for p in pages:
         past_sink = int(table[p, 0]) >= store.window.sink
         assert (int(table[p, EXACT]) >= 0) == (holders[p] > 0) or not past_sink
@@ -166,6 +166,7 @@ def check_slots(store: LayerStore) -> None:
         (store.arena.pages, pages),
         (store.arena.slabs, [x for p in pages for x in table[p, FINE:EXACT].tolist() if x >= 0]),
         (store.arena.exact, [x for p in pages for x in table[p, EXACT:].tolist() if x >= 0]),
+        (store.arena.witness, [c[2] - 1 for c in counts if c[2] > 0]),
     ):
         assert sorted(used + pool.free) == list(range(pool.slots))
 
@@ -178,7 +179,7 @@ def relative_error(ours: np.ndarray, expected: np.ndarray) -> float:
 
 def poison(store: LayerStore) -> None:
     """Fill everything that is not defined with NaN or ones: rows, slots and records nobody wrote."""
-    records, slabs, exact = (pool.data[0] for pool in store.arena.pools)
+    records, slabs, exact, _ = (pool.data[0] for pool in store.arena.pools)
     used = {p for s in store.sequences for p in s.pages}
     for page in range(len(records)):
         row = store.arena.table[page].tolist()

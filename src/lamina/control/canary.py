@@ -1,6 +1,6 @@
 """Canaries: how far a layer's attention would drift at each tier, from a few rows (Lamina SPEC 6). Pure functions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lamina.codec import TIERS
 
-Quantise = Callable[[Tensor, int], Tensor]
-"""Rows in the packed basis and bits -> the rows as they would be read, the page center taken off before and after."""
+Quantise = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Rows ``[H, n, D]`` in the packed basis and bits -> the rows as they would be read, and their steps ``[H, n]``."""
 
 EPS = 1e-12
 
@@ -59,7 +59,7 @@ def anchored(
     out: Tensor,
     quantise_k: Quantise,
     quantise_v: Quantise,
-    noise: Mapping[int, Tensor] | None = None,
+    kappa: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Drift of the real attention output, windows included, that fresh codes of each tier would cause.
@@ -85,8 +85,8 @@ def anchored(
         ``[Hq, D]``: the attention output.
     quantise_k, quantise_v : callable
         The storage codec of a row.
-    noise : mapping, optional
-        Bits -> ``[H, n]``: what the mass correction takes off a logit, per half squared norm of q'.
+    kappa : Tensor, optional
+        ``[H, 3]`` by tier: the mass correction's squared error in units of the squared step; None without it.
     softcap : float
         Cap of the logits, 0 for none.
 
@@ -106,21 +106,22 @@ def anchored(
     size = out.float().square().sum(-1).view(heads, -1)
     spread = pi.square() / witnesses.weight
     k, v = {}, {}
-    for bits in TIERS:
-        e = q_packed @ (quantise_k(witnesses.k_centred, bits) - witnesses.k_centred).mT
-        if noise is not None:
-            e = e - energy * noise[bits][:, None]
+    for i, bits in enumerate(TIERS):
+        rows, step = quantise_k(witnesses.k_centred, bits)
+        e = q_packed @ (rows - witnesses.k_centred).mT
+        if kappa is not None:
+            e = e - energy * (kappa[:, i, None] * step**2)[:, None]
         if softcap:
             e = _cap(q_h @ witnesses.k.float().mT + e, softcap) - s
         # The logarithm of 1 - M + M sum pi exp(e), which no e can overflow.
         change = torch.logaddexp(torch.log1p(-mass), mass.log() + (log_pi + e).logsumexp(-1))
         k[bits] = (change - mass * (pi * e).sum(-1)).clamp(min=0).float().flatten()
-        error = (quantise_v(witnesses.v_centred, bits) - witnesses.v_centred).double().square().sum(-1)
+        error = (quantise_v(witnesses.v_centred, bits)[0] - witnesses.v_centred).double().square().sum(-1)
         v[bits] = (mass.square() * (spread * error[:, None]).sum(-1) / (size + EPS)).float().flatten()
     return k, v
 
 
-def ring(q: Tensor, keys: Tensor, *, scaling: float, quantise: Quantise) -> dict[int, Tensor]:
+def ring(q: Tensor, keys: Tensor, *, scaling: float, quantise: Callable[[Tensor, int], Tensor]) -> dict[int, Tensor]:
     """EchoKV's canary: KL(softmax(q K') || softmax(q quant_b(K)')) over the last keys of a sequence.
 
     Parameters

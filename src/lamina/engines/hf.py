@@ -12,10 +12,13 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from lamina.basis.calibrate import check_attention_interface
-from lamina.basis.geometry import LayerKind, model_geometry
+from lamina.basis.geometry import LayerKind, ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
 from lamina.codec.page import check_tier
+from lamina.control.config import Canary, ControllerConfig
+from lamina.control.live import RING_TOKENS, LiveControl
+from lamina.control.state import Controller
 from lamina.engines import host_layers
 from lamina.engines.hf_layer import ATTENTION, HANDLE, LaminaLayer, lamina_attention
 from lamina.engines.padding import Padding
@@ -78,6 +81,9 @@ class LaminaCache(Cache):
         How closed pages are written.
     max_bytes : int, optional
         Upper bound on the bytes of the packed layers; planes are shed, least predicted loss first, to stay below it.
+    controller : Controller or ControllerConfig, optional
+        Decides the tiers of pages that close from now on, starting with ``tiers``. A :class:`Controller` keeps its
+        state when it is given to the next cache.
 
     Examples
     --------
@@ -110,6 +116,7 @@ class LaminaCache(Cache):
         window: WindowConfig | None = None,
         codec: CodecConfig | None = None,
         max_bytes: int | None = None,
+        controller: Controller | ControllerConfig | None = None,
     ) -> None:
         if not isinstance(profile, Profile):
             raise ConfigError(f"profile is {profile!r}; load the file first: Profile.load(path)")
@@ -125,8 +132,10 @@ class LaminaCache(Cache):
             raise ConfigError(f"max_bytes={max_bytes!r} must be a positive number of bytes")
         self.profile, self.geometry = profile, geometry
         self._tiers = parse_tiers(tiers, profile)
+        self.controller = make_controller(controller, self._tiers, geometry)
         self.window = window or WindowConfig()
         self.codec = codec or CodecConfig()
+        check_canary(self.controller, self.window)
         self.scaling = layer_scaling(model, [layer.head_dim for layer in geometry.layers])
         self.config = model.config.get_text_config(decoder=True)
         self._create(max_bytes)
@@ -145,6 +154,7 @@ class LaminaCache(Cache):
         self.hosts = [i for i, layer in enumerate(self.geometry.layers) if layer.kind in kept]
         # A strong reference would leave the cache's tensors to the cycle collector.
         weak = weakref.proxy(self)
+        self.control = LiveControl(self.controller, list(self.geometry.packed)) if self.controller else None
         self.pager = attach_pager(self.budget, lambda: [layer.store for layer in weak.ours if layer.store is not None])
 
     @property
@@ -155,16 +165,26 @@ class LaminaCache(Cache):
     @property
     def tiers(self) -> tuple[tuple[int, int], ...]:
         """Bits of K and V for pages that close from now on, one pair a layer; assign to change them at any time."""
-        return tuple(self._tiers)
+        if self.controller is None:
+            return tuple(self._tiers)
+        decided = iter(self.controller.tiers)
+        return tuple(next(decided) if i in self.geometry.packed else pair for i, pair in enumerate(self._tiers))
 
     @tiers.setter
     def tiers(self, tiers: Tiers) -> None:
+        if self.controller is not None:
+            raise ConfigError("the controller decides the tiers of this cache; freeze it, or make a cache without one")
         self._tiers = parse_tiers(tiers, self.profile)
 
     @property
     def seen(self) -> int:
         """Tokens seen, padding included; between calls, all layers agree."""
         return self.ours[0].seen
+
+    @property
+    def keeps_witnesses(self) -> bool:
+        """Whether pages keep witness rows for the controller."""
+        return self.controller is not None and self.controller.config.canary == Canary.ANCHORED
 
     @property
     def lengths(self) -> list[int]:
@@ -297,7 +317,7 @@ class LaminaCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "LaminaCache":
         """A cache of its own with the same content, settings and budget; snapshots are not copied."""
         copy = object.__new__(type(self))
-        for name in ("profile", "geometry", "window", "codec", "scaling", "config"):
+        for name in ("profile", "geometry", "window", "codec", "scaling", "config", "controller"):
             setattr(copy, name, getattr(self, name))
         copy._tiers = list(self._tiers)
         copy._create(self.budget.max_bytes)
@@ -356,7 +376,7 @@ class LaminaCache(Cache):
 
         ``host_layers`` are those of transformers' own layers, where the model has some.
         """
-        total = dict.fromkeys(("codes", "scales", "centers", "windows", "page_tables"), 0)
+        total = dict.fromkeys(("codes", "scales", "centers", "windows", "witnesses", "page_tables"), 0)
         for layer in self.ours:
             if layer.store is not None:
                 for kind, n_bytes in layer.store.memory().items():
@@ -397,6 +417,32 @@ def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
         for side, bits in zip("KV", pair):
             check_tier(bits, f"the {side} tier of layer {i}")
     return [(int(k), int(v)) for k, v in given]
+
+
+def make_controller(
+    given: Controller | ControllerConfig | None, tiers: list[tuple[int, int]], geometry: ModelGeometry
+) -> Controller | None:
+    """The controller that was given, or a new one for these settings, checked against the model."""
+    if given is None:
+        return None
+    packed = geometry.packed
+    if isinstance(given, ControllerConfig):
+        sizes = [float(g.n_kv_heads * g.head_dim) for g in packed.values()]
+        return Controller(given, [tiers[i] for i in packed], sizes)
+    if not isinstance(given, Controller):
+        raise ConfigError(f"controller is {given!r}; give a ControllerConfig, or the Controller of an earlier cache")
+    if len(given.tiers) != len(packed):
+        raise ConfigError(f"the controller has {len(given.tiers)} layers, the model {len(packed)} with full attention")
+    return given
+
+
+def check_canary(controller: Controller | None, window: WindowConfig) -> None:
+    """Raise ConfigError if the exact windows do not hold the keys that the ring canary looks at."""
+    kept = window.recent + window.rollback
+    if controller is not None and controller.config.canary == Canary.RING and kept < RING_TOKENS:
+        raise ConfigError(
+            f"the ring canary needs the last {RING_TOKENS} keys exactly, but recent + rollback keep {kept} tokens"
+        )
 
 
 def layer_scaling(model: PreTrainedModel, head_dims: list[int]) -> list[float]:

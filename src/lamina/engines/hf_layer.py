@@ -10,9 +10,10 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
 from lamina.attention.dispatch import attend
-from lamina.attention.types import ReadBasis
+from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.host_attention import host_attention
+from lamina.control.live import LiveControl
 from lamina.errors import CacheStateError, UnsupportedModelError
 from lamina.pages import Budget, LayerStore
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 ATTENTION = "lamina"
 HANDLE = "lamina_layer"
+DECODE_TOKENS = 8
+"""Query tokens up to which a call counts as a decode step of the controller."""
 
 
 class LaminaLayer(CacheLayerMixin):
@@ -47,6 +50,7 @@ class LaminaLayer(CacheLayerMixin):
         self.index = index
         self.store: Any = None
         self.basis: Any = None
+        self.encoder: Any = None
         self.seen = self.pending = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -68,8 +72,10 @@ class LaminaLayer(CacheLayerMixin):
             tiers=lambda: cache.tiers[i],
             budget=budget,
             centered=cache.codec.center,
+            witnesses=cache.keeps_witnesses,
             name=f"layer {i}",
         )
+        self.encoder = encoder
         self.basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
         self.is_initialized = True
 
@@ -93,10 +99,12 @@ class LaminaLayer(CacheLayerMixin):
         before = self.seen - tokens
         padding = self.cache.padding
         real = padding.step(mask, batch, before, tokens)
+        control: LiveControl | None = None
         if self.pending:
             self.store.append(key, value, real)
             self.pending = 0
             padding.grow(real, batch, before, tokens)
+            control = self.cache.control if real is None and tokens <= DECODE_TOKENS else None
         if max(padding.lengths(batch, before)) == 0:
             # Real tokens attend to this chunk alone, which is the model's own attention; what came before is padding.
             own = mask if mask is None else mask[..., before:]
@@ -105,21 +113,24 @@ class LaminaLayer(CacheLayerMixin):
         basis = ReadBasis(**{**vars(self.basis), "softcap": softcap or 0.0, "sinks": sinks})
         query = query.detach()
         if real is None:
-            out = self.read(query, basis, (key, value), None)
+            result = self.read(query, basis, (key, value), None)
+            out = result.out
+            if control is not None:
+                control.attended(self.index, query, self.store, self.encoder, basis, result)
         else:
             out = query.new_zeros(batch, tokens, query.shape[1], value.shape[-1])
             for b in [b for b in range(batch) if bool(real[b].any())]:
                 at, row = real[b].to(query.device), slice(b, b + 1)
                 chunk = key[row, :, at], value[row, :, at]
-                out[b, at] = self.read(query[row, :, at], basis, chunk, b)[0]
+                out[b, at] = self.read(query[row, :, at], basis, chunk, b).out[0]
         if tokens > 1 and not self.cache.geometry.shares_kv:
             self.store.settle()
         return out
 
-    def read(self, query: Tensor, basis: ReadBasis, chunk: tuple[Tensor, Tensor], only: int | None) -> Tensor:
-        """Attention output ``[B, T, Hq, D]`` over the pages of all sequences, or of one alone."""
+    def read(self, query: Tensor, basis: ReadBasis, chunk: tuple[Tensor, Tensor], only: int | None) -> AttentionOutput:
+        """Attention over the pages of all sequences, or of one alone."""
         view = self.store.view()
-        return attend(query, view if only is None else view.only(only), basis, chunk).out
+        return attend(query, view if only is None else view.only(only), basis, chunk)
 
     def withdraw(self) -> None:
         """Forget rows that were announced but never stored."""

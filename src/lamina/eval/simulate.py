@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from lamina.attention.types import ReadBasis
+from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
@@ -138,10 +138,12 @@ class KiviLayer(LaminaLayer):
         self.basis = ReadBasis(t.q_forward, t.v_forward, t.mean_v, profile.kappa, self.cache.scaling[self.index])
         self.is_initialized = True
 
-    def read(self, query: Tensor, basis: ReadBasis, chunk: tuple[Tensor, Tensor], only: int | None) -> Tensor:
-        """Output ``[B, T, Hq, D]``; which page is read exactly follows from the query's position."""
+    def read(self, query: Tensor, basis: ReadBasis, chunk: tuple[Tensor, Tensor], only: int | None) -> AttentionOutput:
+        """Attention without log-sum-exps; which page is read exactly follows from the query's position."""
         rows = self.store.sequences if only is None else [self.store.sequences[only]]
-        return torch.stack([self._read_one(q, basis, r) for q, r in zip(query, rows)])
+        out = torch.stack([self._read_one(q, basis, r) for q, r in zip(query, rows)])
+        nothing = query.new_full(query.shape[:3], float("nan"), dtype=torch.float32)
+        return AttentionOutput(out, nothing, nothing)
 
     def _read_one(self, query: Tensor, basis: ReadBasis, rows: KiviRows) -> Tensor:
         tokens, length, coded = query.shape[1], rows.length, rows.coded[0].shape[1]

@@ -11,11 +11,12 @@ from torch import Tensor
 from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import CacheStateError, NonFiniteError
-from lamina.pages.arena import Arena
+from lamina.pages.arena import WITNESS, Arena
 from lamina.pages.config import WindowConfig
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import Budget
 from lamina.pages.table import EXACT, FINE, ROWS, START, TIER
+from lamina.pages.witness import WitnessRows, tokens_for, witness_row
 
 ENCODE_BATCH = 64
 
@@ -105,6 +106,8 @@ class LayerStore:
         Shared by all layers of a cache.
     centered : bool
         Whether K pages have a center.
+    witnesses : bool
+        Whether some closed pages keep an exact row, see :mod:`lamina.pages.witness`.
     name : str
         Named in errors.
     """
@@ -121,11 +124,13 @@ class LayerStore:
         tiers: Callable[[], tuple[int, int]],
         budget: Budget,
         centered: bool = True,
+        witnesses: bool = False,
         name: str = "layer",
     ) -> None:
         self.layout = RecordLayout(n_heads, head_dim, centered)
         self.arena = Arena(self.layout, dtype, device, budget)
         self.window, self.encoder, self.tiers, self.budget, self.name = window, encoder, tiers, budget, name
+        self.keeps_witnesses = witnesses
         self.sequences: list[Sequence] = []
         self.snapshots: list[Snapshot] = []
         self._page_ids: Tensor | None = None
@@ -231,7 +236,8 @@ class LayerStore:
     def extend(self, other: "LayerStore") -> None:
         """Add copies of another store's sequences to the batch."""
         pages = list(dict.fromkeys(p for s in other.sequences for p in s.pages))
-        self.arena.reserve(len(pages), *other.arena.slots_of(pages), 4 * sum(len(s.pages) for s in other.sequences))
+        slabs, exact, witness = other.arena.slots_of(pages)
+        self.arena.reserve(len(pages), slabs, exact, 4 * sum(len(s.pages) for s in other.sequences), witness)
         here = self.arena.take_in(other.arena, pages)
         for s in other.sequences:
             added = Sequence([here[p] for p in s.pages], [here[p] for p in s.held], s.length)
@@ -250,7 +256,7 @@ class LayerStore:
 
     def view(self) -> StoreView:
         """What attention reads."""
-        records, slabs, exact = (pool.data[0] for pool in self.arena.pools)
+        records, slabs, exact, _ = (pool.data[0] for pool in self.arena.pools)
         lengths = torch.tensor([s.length for s in self.sequences], dtype=torch.int32)
         return StoreView(self.layout, records, slabs, exact, self.arena.table, self.page_ids(), lengths, self.window)
 
@@ -265,6 +271,30 @@ class LayerStore:
             self._page_id_bytes = n_bytes
         return self._page_ids
 
+    def witnesses(self, sequence: int) -> WitnessRows | None:
+        """Witness rows of the pages that the newest token reads packed; None if there are none."""
+        s = self.sequences[sequence]
+        ids = torch.tensor(s.pages, dtype=torch.long)
+        start = self.arena.table[ids, START]
+        recent = self.window.exact_from(s.length - 1)
+        ids = ids[(start >= self.window.sink) & (start < recent) & (self.arena.counts[ids, WITNESS] > 0)]
+        if not len(ids):
+            return None
+        rows = self.arena.witness.data[0][(self.arena.counts[ids, WITNESS] - 1).to(self.device)]
+        weight = torch.tensor([float(tokens_for(n)) for n in self.arena.table[ids, START].tolist()])
+        return WitnessRows(ids, rows[:, 0].transpose(0, 1), rows[:, 1].transpose(0, 1), weight.to(self.device))
+
+    def last_keys(self, sequence: int, tokens: int) -> Tensor:
+        """The last keys of a sequence, ``[H, n, D]``, as far as their exact rows are kept."""
+        found: list[Tensor] = []
+        for page in reversed(self.sequences[sequence].pages):
+            slot, rows = self.arena.cell(page, EXACT), self.arena.cell(page, ROWS)
+            if slot < 0 or tokens <= 0:
+                break
+            found.insert(0, self.arena.exact.data[0][slot, 0, :, max(0, rows - tokens) : rows])
+            tokens -= rows
+        return torch.cat(found, 1)
+
     def memory(self) -> dict[str, int]:
         """Allocated bytes by kind."""
         total = self.arena.memory()
@@ -277,11 +307,13 @@ class LayerStore:
         n_bytes = elements = 0
         for sequence in self.sequences:
             first_exact = self.window.exact_from(sequence.length)
-            for row in self.arena.table[sequence.pages].tolist() if sequence.pages else ():
+            for page in sequence.pages:
+                row = self.arena.table[page].tolist()
                 if row[TIER] == 0 or (row[EXACT] >= 0 and (row[START] < self.window.sink or row[START] >= first_exact)):
                     continue
                 slabs = sum(slot >= 0 for slot in row[FINE:EXACT])
                 n_bytes += self.layout.record_bytes + slabs * self.layout.slab_bytes
+                n_bytes += self.arena.witness.slot_bytes * (int(self.arena.counts[page, WITNESS]) > 0)
                 elements += 2 * h * d * row[ROWS]
         return n_bytes * 8, elements
 
@@ -360,7 +392,7 @@ class LayerStore:
         copies = sum(min(n, self.arena.users(page) - 1) for page, n in shared.items())
         slabs = closing * sum(SLABS_OF_BITS[b] - 1 for b in bits)
         id_bytes = max(0, 4 * width * len(self.sequences) - self._page_id_bytes)
-        self.arena.reserve(pages + copies, slabs, exact + copies, id_bytes)
+        self.arena.reserve(pages + copies, slabs, exact + copies, id_bytes, closing * self.keeps_witnesses)
 
     def _keeps_exact(self, start: int, length: int) -> bool:
         """Whether a page keeps its exact rows while the next query is at position ``length``."""
@@ -440,6 +472,8 @@ class LayerStore:
                 self.arena.table[kept[-1], ROWS] = rows
                 if self.arena.cell(kept[-1], EXACT) >= 0:
                     self.arena.reopen(kept[-1])
+                elif (witness_row(starts[len(kept) - 1]) or 0) >= rows:
+                    self.arena.drop_witnesses(torch.tensor(kept[-1:]))
         first = max(self.window.sink, self.window.kept_from(length))
         again = [
             p
@@ -453,3 +487,7 @@ class LayerStore:
         """Encode full pages and write their records and planes."""
         k, v = self.encoder.encode(torch.stack([k for _, k, _ in pages]), torch.stack([v for _, _, v in pages]), *bits)
         self.arena.close([p for p, _, _ in pages], k, v, self.encoder.shed_loss(k, v))
+        for page, k_rows, v_rows in pages if self.keeps_witnesses else ():
+            row = witness_row(self.arena.cell(page, START))
+            if row is not None:
+                self.arena.keep_witness(page, k_rows[:, row], v_rows[:, row])

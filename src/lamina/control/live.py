@@ -1,0 +1,106 @@
+"""The controller at work in a cache: measures a layer where it was told to fire, and decides when all have been."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.attention.types import AttentionOutput, ReadBasis
+from lamina.basis.encoder import PageEncoder
+from lamina.codec import TIERS
+from lamina.codec.page import decode_center
+from lamina.control.canary import Signals, Witnesses, anchored, ring
+from lamina.control.config import Canary
+from lamina.control.state import Controller, Firing
+from lamina.pages import LayerStore
+
+RING_TOKENS = 64
+FEWEST_WITNESSES = 4
+
+
+class LiveControl:
+    """Connects a controller with the layers of one cache.
+
+    Parameters
+    ----------
+    controller : Controller
+        May be shared by caches that follow each other: its state persists across requests.
+    layers : list of int
+        The packed layers, in the order in which they run.
+    """
+
+    def __init__(self, controller: Controller, layers: list[int]) -> None:
+        self.controller = controller
+        self.layers = layers
+        self.firing = False
+        self.signals: dict[int, Signals] = {}
+        self.listeners: list[Callable[[Firing], Any]] = []
+
+    def attended(
+        self, index: int, query: Tensor, store: LayerStore, encoder: PageEncoder, basis: ReadBasis,
+        result: AttentionOutput,
+    ) -> None:  # fmt: skip
+        """Take in what attention of one layer found in a decode step; after the last layer, decide.
+
+        Parameters
+        ----------
+        index : int
+            The layer.
+        query, result : Tensor, AttentionOutput
+            ``[B, Hq, T, D]``; the newest token of every row counts.
+        store, encoder, basis
+            The layer's.
+        """
+        if index == self.layers[0]:
+            self.signals = {}
+            self.firing = self.controller.fires()
+        if self.firing:
+            found = [self._one(query[b, :, -1], b, store, encoder, basis, result) for b in range(len(query))]
+            kept = [s for s in found if s is not None]
+            if kept:
+                self.signals[self.layers.index(index)] = Signals(
+                    *({bits: _mean(s[side][bits] for s in kept) for bits in TIERS} for side in (0, 1))
+                )
+        if index == self.layers[-1] and self.firing:
+            self.firing = False
+            firing = self.controller.decide(self.signals, max(s.length for s in store.sequences))
+            if firing is not None:
+                for listener in self.listeners:
+                    listener(firing)
+
+    def _one(
+        self, q: Tensor, b: int, store: LayerStore, encoder: PageEncoder, basis: ReadBasis, result: AttentionOutput
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]] | None:
+        if not bool(q.any()):
+            return None
+        if self.controller.config.canary == Canary.RING:
+            keys = store.last_keys(b, RING_TOKENS)
+            k = ring(q, keys, scaling=basis.scaling, quantise=encoder.requantise_page)
+            return k, k
+        witnesses = read_witnesses(store, encoder, b)
+        if witnesses is None or witnesses.k.shape[1] < FEWEST_WITNESSES:
+            return None
+        mass = (result.lse_packed[b, :, -1] - result.lse[b, :, -1]).exp()
+        return anchored(
+            q, witnesses, q_forward=encoder.q_forward, scaling=basis.scaling, packed_mass=mass,
+            out=result.out[b, -1], quantise_k=encoder.requantise_k, quantise_v=encoder.requantise_v,
+            kappa=encoder.kappa.diagonal(dim1=1, dim2=2), softcap=basis.softcap,
+        )  # fmt: skip
+
+
+def read_witnesses(store: LayerStore, encoder: PageEncoder, sequence: int) -> Witnesses | None:
+    """Witnesses of a sequence, also as the codec sees them."""
+    found = store.witnesses(sequence)
+    if found is None:
+        return None
+    k = found.k.float() @ encoder.k_forward
+    v = (found.v.float() - encoder.mean_v[:, None]) @ encoder.v_forward
+    views = store.layout.views(store.arena.pages.data[0])
+    if views.center is not None and views.center_scale is not None:
+        k = k - decode_center(views.center[found.ids], views.center_scale[found.ids]).transpose(0, 1)
+    return Witnesses(found.k, found.v, k, v, found.weight)
+
+
+def _mean(values: Any) -> float:
+    return float(torch.stack([v.mean() for v in values]).mean())
