@@ -22,8 +22,11 @@ from lamina import CodecConfig, Profile, WindowConfig
 from lamina.attention.cpu import attend_cpu
 from lamina.attention.reading import V, read_pages
 from lamina.attention.types import ReadBasis
-from lamina.basis.encoder import PageEncoder
+from lamina.basis.encoder import PageEncoder, measure_kappa
+from lamina.basis.moments import MomentAccumulator
+from lamina.basis.profile import LayerProfile, energies
 from lamina.basis.text import load_documents
+from lamina.basis.transforms import make_transform
 from lamina.codec import TIERS
 from lamina.control.canary import anchored, ring
 from lamina.control.live import RING_TOKENS, read_witnesses
@@ -38,7 +41,7 @@ QUERIES = 32
 
 def store_of(rows: LayerRows, encoder: PageEncoder, bits: tuple[int, int]) -> LayerStore:
     """All rows of a layer in pages of one tier, as a cache with a controller keeps them."""
-    heads, tokens, dim = rows.keys.shape
+    heads, _, dim = rows.keys.shape
     store = LayerStore(
         heads, dim, rows.keys.dtype, "cpu", window=WindowConfig(), encoder=encoder, tiers=lambda: bits,
         budget=Budget(), witnesses=True,
@@ -62,7 +65,8 @@ def output_error(q: Tensor, rows: LayerRows, store: LayerStore, basis: ReadBasis
         if row[TIER] == 0:
             continue
         v, _ = read_pages(view, torch.tensor([page]), V, torch.float64)
-        v = v[0] @ basis.v_forward.double().mT + basis.mean_v.double()[:, None] - rows.values[:, start : start + 64].double()
+        v = v[0] @ basis.v_forward.double().mT + basis.mean_v.double()[:, None]
+        v -= rows.values[:, start : start + 64].double()
         recent = position // 64 * 64 - view.window.recent
         packed = ~((start < view.window.sink) | ((start >= recent) & (row[EXACT] >= 0)))
         error += torch.where(packed, p[..., start : start + 64], 0.0) @ v[:, None]
@@ -138,6 +142,18 @@ def sparse_head(tokens: int, seed: int, needles: int = 3, packed_mass: float = 0
     return LayerRows(q, k, v)
 
 
+def calibrated(rows: LayerRows) -> LayerProfile:
+    """Profile of a synthetic layer, from its first 2,048 rows and random queries."""
+    g = torch.Generator().manual_seed(0)
+    stats = MomentAccumulator(64, 8, g)
+    x = torch.randn(1, 4, 2048, 64, generator=g)
+    stats.update(x, rows.keys[None, :, :2048], rows.values[None, :, :2048], x.transpose(1, 2))
+    moments = stats.result()
+    transform = make_transform("balanced", moments)
+    kappa = measure_kappa(stats.reservoir()[0] @ transform.k_forward.float(), CodecConfig())
+    return LayerProfile(transform.float(), kappa, *energies(transform, moments))
+
+
 @torch.no_grad()
 def main() -> None:
     """Run on real text, and on synthetic sparse heads if asked."""
@@ -150,21 +166,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     if args.synthetic:
-        from lamina.basis.profile import LayerProfile, energies
-        from lamina.basis.moments import MomentAccumulator
-        from lamina.basis.encoder import measure_kappa
-        from lamina.basis.transforms import make_transform
-
-        layers = []
-        for seed in range(8):
-            rows = sparse_head(args.seq_len, seed)
-            stats = MomentAccumulator(64, 8, torch.Generator().manual_seed(seed))
-            x = torch.randn(1, 4, 2048, 64)
-            stats.update(x, rows.keys[None, :, :2048], rows.values[None, :, :2048], x.transpose(1, 2))
-            moments = stats.result()
-            transform = make_transform("balanced", moments)
-            kappa = measure_kappa(stats.reservoir()[0] @ transform.k_forward.float(), CodecConfig())
-            layers.append(one_layer(rows, LayerProfile(transform.float(), kappa, *energies(transform, moments)), 64**-0.5))
+        heads = (sparse_head(args.seq_len, seed) for seed in range(8))
+        layers = [one_layer(rows, calibrated(rows), 64**-0.5) for rows in heads]
     else:
         model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(args.model)

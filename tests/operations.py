@@ -26,6 +26,7 @@ from lamina.attention.dispatch import CPU_KERNEL_QUERIES
 from lamina.basis.calibrate import calibrate
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
+from lamina.attention.types import AttentionOutput
 from lamina.engines.hf import LaminaCache, Snapshot, cache_kwarg
 from lamina.engines.hf_layer import LaminaLayer
 from lamina.eval.arms import PUBLISHED
@@ -210,10 +211,10 @@ class WatchedLayer(LaminaLayer):
         twin.attended(self.index, query, key, value, out)
         return out
 
-    def read(self, query: Tensor, basis: Any, chunk: tuple[Tensor, Tensor], only: int | None) -> Tensor:
-        out = super().read(query, basis, chunk, only)
-        self.cache.twin.compare(self, query, chunk, only, out)
-        return out
+    def read(self, query: Tensor, basis: Any, chunk: tuple[Tensor, Tensor], only: int | None) -> AttentionOutput:
+        result = super().read(query, basis, chunk, only)
+        self.cache.twin.compare(self, query, chunk, only, result.out)
+        return result
 
 
 class WatchedCache(LaminaCache):

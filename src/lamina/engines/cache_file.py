@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from lamina import __version__
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
+from lamina.control.config import ControllerConfig
+from lamina.control.state import Controller
 from lamina.engines import host_layers
 from lamina.errors import CacheStateError
 from lamina.pages import WindowConfig
@@ -67,7 +69,13 @@ def save_cache(cache: "LaminaCache", path: Path) -> None:
     partial.replace(path)
 
 
-def load_cache(path: Path, model: PreTrainedModel, profile: Profile, max_bytes: int | None) -> "LaminaCache":
+def load_cache(
+    path: Path,
+    model: PreTrainedModel,
+    profile: Profile,
+    max_bytes: int | None,
+    controller: Controller | ControllerConfig | None,
+) -> "LaminaCache":
     """Read a cache; see :meth:`lamina.engines.hf.LaminaCache.load`."""
     from lamina.engines.hf import LaminaCache
 
@@ -78,8 +86,15 @@ def load_cache(path: Path, model: PreTrainedModel, profile: Profile, max_bytes: 
             f"{profile.digest()} of {profile.model_id!r}); its codes mean nothing in other bases: use that profile"
         )
     try:
-        settings = {"window": WindowConfig(**meta["window"]), "codec": CodecConfig(**meta["codec"])}
-        cache = LaminaCache(model, profile, tiers=[tuple(t) for t in meta["tiers"]], max_bytes=max_bytes, **settings)  # type: ignore[arg-type]
+        cache = LaminaCache(
+            model,
+            profile,
+            tiers=[tuple(t) for t in meta["tiers"]],
+            window=WindowConfig(**meta["window"]),
+            codec=CodecConfig(**meta["codec"]),
+            max_bytes=max_bytes,
+            controller=controller,
+        )
         _fill(cache, meta, tensors, model)
     except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
         if isinstance(error, CacheStateError):

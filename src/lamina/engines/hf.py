@@ -333,9 +333,17 @@ class LaminaCache(Cache):
 
     @classmethod
     def load(
-        cls, path: str | Path, model: PreTrainedModel, profile: Profile, *, max_bytes: int | None = None
+        cls,
+        path: str | Path,
+        model: PreTrainedModel,
+        profile: Profile,
+        *,
+        max_bytes: int | None = None,
+        controller: Controller | ControllerConfig | None = None,
     ) -> "LaminaCache":
         """Read a cache that :meth:`save` wrote, for the same model and profile.
+
+        A controller is not part of the file: give the one to go on with, see :meth:`Controller.snapshot`.
 
         Raises
         ------
@@ -344,7 +352,7 @@ class LaminaCache(Cache):
         """
         from lamina.engines.cache_file import load_cache
 
-        return load_cache(Path(path), model, profile, max_bytes)
+        return load_cache(Path(path), model, profile, max_bytes, controller)
 
     def check_state(self, index: int, tokens: int) -> None:
         """Raise CacheStateError unless layer ``index`` may take ``tokens`` rows now.

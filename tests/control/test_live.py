@@ -1,0 +1,232 @@
+"""A controller at work in a real cache: when it fires, what it decides, what pages get of it, and what survives."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import check_slots
+from lamina.codec import TIERS
+from lamina.control.config import ControllerConfig
+from lamina.control.state import Controller, Firing, merge_tiers
+from lamina.engines.hf import LaminaCache, cache_kwarg
+from lamina.errors import ConfigError
+from lamina.pages import WindowConfig
+from tiny_models import build, logits_of, profile_of, tokens
+
+WINDOW = WindowConfig(recent=64)
+OFTEN = ControllerConfig(rate=1 / 4, policy="threshold", tau0=0.02)  # type: ignore[arg-type]
+
+
+def cache_of(model: Any, controller: Any, **kwargs: Any) -> LaminaCache:
+    return LaminaCache(model, profile_of("Llama"), window=WINDOW, controller=controller, **kwargs)
+
+
+def decode(model: Any, cache: LaminaCache, ids: Tensor, start: int) -> Tensor:
+    steps = [logits_of(model, ids[:, t : t + 1], **cache_kwarg(model, cache)) for t in range(start, ids.shape[1])]
+    return torch.cat(steps, 1)
+
+
+def run(controller: Any, n: int = 500, batch: int = 1, **kwargs: Any) -> tuple[LaminaCache, list[Firing], Tensor]:
+    """A prompt of 400 tokens and single tokens up to ``n``."""
+    model, ids = build("Llama"), tokens(batch, n)
+    cache = cache_of(model, controller, **kwargs)
+    heard: list[Firing] = []
+    assert cache.control is not None
+    cache.control.listeners.append(heard.append)
+    logits_of(model, ids[:, :400], **cache_kwarg(model, cache))
+    return cache, heard, decode(model, cache, ids, 400)
+
+
+def page_tiers(cache: LaminaCache) -> list[list[tuple[int, int]]]:
+    """Tiers of the closed pages of the first sequence, by layer."""
+    found = []
+    for layer in cache.ours:
+        rows = layer.store.arena.table[layer.store.sequences[0].pages].tolist()
+        found.append([(row[2], row[3]) for row in rows if row[2]])
+    return found
+
+
+def test_it_fires_on_decode_steps_at_its_rate() -> None:
+    _, heard, _ = run(OFTEN)
+    assert [f.step for f in heard] == list(range(4, 101, 4))
+    assert [f.context for f in heard] == [400 + f.step for f in heard]
+    for firing in heard:
+        assert len(firing.signals) == 4 and all(len(row) == 3 for row in firing.signals)
+        assert all(math.isfinite(x) and x >= 0 for row in firing.signals for x in row)
+        assert all(row[0] > row[1] > row[2] for row in firing.signals), "fewer bits, more drift"
+
+
+def test_pages_closed_later_take_the_decision_and_earlier_ones_keep_theirs() -> None:
+    tight = ControllerConfig(rate=1 / 4, policy="threshold", tau0=1e-9)  # type: ignore[arg-type]
+    cache, heard, _ = run(tight)
+    assert heard[-1].tiers == [(8, 8)] * 2 == list(cache.tiers)
+    for tiers in page_tiers(cache):
+        assert tiers[:6] == [(2, 2)] * 6 and tiers[6:] == [(8, 8)]
+    loose, heard, _ = run(ControllerConfig(rate=1 / 4, policy="threshold", tau0=1e9))  # type: ignore[arg-type]
+    assert set(loose.tiers) == {(2, 2)}
+
+
+def test_the_average_of_an_allocation_is_the_target() -> None:
+    config = ControllerConfig(rate=1 / 4, policy="allocate", target_bits=4.0)  # type: ignore[arg-type]
+    cache, heard, _ = run(config)
+    assert heard and cache.controller is not None
+    assert 3 <= cache.controller.average_bits <= 4 and set(cache.tiers) != {(2, 2)}
+
+
+def test_the_moving_average_starts_with_the_first_sample() -> None:
+    _, heard, _ = run(OFTEN, n=420)
+    for side in range(4):
+        ema = heard[0].signals[side]
+        assert heard[0].ema[side] == ema
+        for firing in heard[1:]:
+            ema = [a + 0.1 * (b - a) for a, b in zip(ema, firing.signals[side])]
+            assert firing.ema[side] == pytest.approx(ema)
+
+
+@pytest.mark.parametrize("canary", ["anchored", "ring"])
+def test_the_same_run_makes_the_same_decisions(canary: str) -> None:
+    config = ControllerConfig(canary=canary, rate=1 / 4, schedule="bernoulli", policy="vote", seed=3, tau0=0.02)  # type: ignore[arg-type]
+    (_, first, a), (_, second, b) = run(config), run(config)
+    assert first == second and len(first) > 10 and torch.equal(a, b)
+
+
+def test_a_run_that_is_interrupted_goes_on_as_if_it_were_not(tmp_path: Path) -> None:
+    config = ControllerConfig(rate=1 / 8, policy="hysteresis", tau0=0.01, patience=2, dwell=1)  # type: ignore[arg-type]
+    whole, heard, logits = run(config, n=600)
+    part, before, first = run(config, n=500)
+    part.save(tmp_path / "cache")
+    assert part.controller is not None
+    state = json.loads(json.dumps(part.controller.snapshot()))
+    model = build("Llama")
+    controller = Controller(config, [(8, 8)] * 2)
+    controller.load(state)
+    again = LaminaCache.load(tmp_path / "cache", model, profile_of("Llama"), controller=controller)
+    assert again.control is not None
+    again.control.listeners.append(before.append)
+    rest = decode(model, again, tokens(1, 600), 500)
+    assert torch.equal(torch.cat([first, rest], 1), logits)
+    assert [f.tiers for f in before] == [f.tiers for f in heard]
+    assert page_tiers(again) == page_tiers(whole)
+
+
+def test_the_state_goes_on_in_the_next_request_and_freezes() -> None:
+    controller = Controller(OFTEN, [(2, 2)] * 2)
+    run(controller)
+    decided, step = list(controller.tiers), controller.step
+    cache, heard, _ = run(controller, n=401)
+    assert list(cache.tiers) == decided and controller.step == step + 1 and not heard
+    controller.freeze()
+    _, heard, _ = run(controller)
+    assert not heard and controller.tiers == decided
+
+
+def test_dummy_rows_and_short_sequences_feed_nothing() -> None:
+    model = build("Llama")
+    cache = cache_of(model, ControllerConfig(rate=1.0))
+    heard: list[Firing] = []
+    assert cache.control is not None
+    cache.control.listeners.append(heard.append)
+    ids = tokens(1, 150)
+    logits_of(model, ids[:, :100], **cache_kwarg(model, cache))
+    decode(model, cache, ids, 100)
+    assert not heard, "nothing is packed yet"
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.zero_()
+    zero, heard, _ = run_with(model)
+    assert not heard and set(zero.tiers) == {(2, 2)}
+
+
+def run_with(model: Any) -> tuple[LaminaCache, list[Firing], Tensor]:
+    cache, heard, ids = cache_of(model, ControllerConfig(rate=1.0)), [], tokens(1, 430)
+    assert cache.control is not None
+    cache.control.listeners.append(heard.append)
+    logits_of(model, ids[:, :400], **cache_kwarg(model, cache))
+    return cache, heard, decode(model, cache, ids, 400)
+
+
+def test_witnesses_follow_their_pages() -> None:
+    """Kept through shedding, copies, snapshots and files; gone with the page; cut with the row."""
+    model, ids = build("Llama"), tokens(2, 700)
+    cache = cache_of(model, OFTEN, tiers=8)
+    logits_of(model, ids[:, :600], **cache_kwarg(model, cache))
+    store = cache.ours[0].store
+    assert cache.memory()["witnesses"] == 2 * store.arena.witness.n_bytes > 0
+
+    def rows(s: Any, b: int = 0) -> Tensor:
+        found = s.witnesses(b)
+        return torch.cat([found.k.flatten(), found.v.flatten(), found.weight])
+
+    before = rows(store, 1)
+    for *_, page, side in store.arena.shed_candidates():
+        store.arena.shed(page, side)
+    assert torch.equal(rows(store, 1), before)
+    assert torch.equal(rows(copy.deepcopy(cache).ours[0].store, 1), before)
+    taken = cache.snapshot()
+    cache.select([1])
+    assert torch.equal(rows(store), before)
+    check_slots(store)
+    cache.crop(70)
+    check_slots(store)
+    cache.restore(taken)
+    assert torch.equal(rows(store, 1), before)
+    taken.release()
+    cache.reset()
+    assert sum(cache.memory().values()) == 0
+
+
+def test_ring_needs_its_keys() -> None:
+    with pytest.raises(ConfigError, match="the ring canary needs the last 64 keys exactly"):
+        LaminaCache(
+            build("Llama"), profile_of("Llama"), window=WindowConfig(0, 0, 0),
+            controller=ControllerConfig(canary="ring"),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def test_controllers_that_do_not_fit_are_refused() -> None:
+    model = build("Llama")
+    for wrong, message in ((Controller(OFTEN, [(2, 2)] * 3), "has 3 layers, the model 2"), ("x", "controller is 'x'")):
+        with pytest.raises(ConfigError, match=message):
+            cache_of(model, wrong)
+    with pytest.raises(ConfigError, match="the controller decides the tiers"):
+        cache_of(model, OFTEN).tiers = 4
+    controller = Controller(OFTEN, [(2, 2)] * 2)
+    for broken in ({}, {"format": "lamina-controller"}, Controller(OFTEN, [(2, 2)]).snapshot()):
+        with pytest.raises(ConfigError, match=r"snapshot"):
+            controller.load(broken)
+    for field, value in (
+        ("canary", "x"), ("rate", 0.0), ("rate", 2.0), ("alpha", 0), ("tiers", ()), ("tiers", (3,)), ("fallback", 5),
+        ("tau0", 0), ("dwell", -1), ("target_bits", 9.0), ("policy", "none"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=field):
+            ControllerConfig(**{field: value})
+
+
+def test_every_rank_decides_alike_on_averaged_signals() -> None:
+    """Two ranks with different signals and one reduction between them."""
+    from lamina.control.canary import Signals
+
+    def signals(scale: float) -> dict[int, Signals]:
+        return {i: Signals({b: scale / b**3 for b in TIERS}, {b: scale / b**4 for b in TIERS}) for i in range(2)}
+
+    seen: dict[int, list[list[float]]] = {}
+
+    def averaged(rank: int) -> Any:
+        def reduce(table: list[list[float]]) -> list[list[float]]:
+            seen[rank] = table
+            other = seen.get(1 - rank, table)
+            return [[(a + b) / 2 for a, b in zip(x, y)] for x, y in zip(table, other)]
+
+        return reduce
+
+    ranks = [Controller(OFTEN, [(2, 2)] * 2, reduce=averaged(r)) for r in (0, 1)]
+    seen[1] = ranks[1]._table(signals(3.0))
+    first = ranks[0].decide(signals(0.1), 100)
+    second = ranks[1].decide(signals(3.0), 100)
+    assert first is not None and second is not None and first.signals == second.signals and first.tiers == second.tiers
+    assert merge_tiers([[(2, 4)], [(4, 4)], [(8, 2)]]) == [(8, 4)]
