@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 import transformers
 from report import write_csv
@@ -82,6 +83,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
     rows = []
     for a in ARCHITECTURES:
         row = {"architecture": a.name, "verdict": str(a.verdict), "extras": a.extras} | measured(a)

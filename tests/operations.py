@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 import oracle
 from helpers import EXACT, ROWS, START, TIER, check_slots, oracle_basis, relative_error, storage_bytes, stored
 from lamina.attention.dispatch import CPU_KERNEL_QUERIES
+from lamina.attention.types import AttentionOutput
 from lamina.basis.calibrate import calibrate
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
-from lamina.attention.types import AttentionOutput
 from lamina.engines.hf import LaminaCache, Snapshot, cache_kwarg
 from lamina.engines.hf_layer import LaminaLayer
 from lamina.eval.arms import PUBLISHED

@@ -3,7 +3,6 @@ from functools import lru_cache
 
 import pytest
 import torch
-from tiny_llama import make_model
 
 from lamina.app.plan import longest, sequence_bytes, slot_bytes
 from lamina.basis.encoder import PageEncoder
@@ -14,6 +13,7 @@ from lamina.engines.hf import LaminaCache, cache_kwarg
 from lamina.errors import ConfigError
 from lamina.pages import Budget, LayerStore, WindowConfig
 from lamina.pages.layout import RecordLayout
+from tiny_llama import make_model
 
 LENGTHS = (1, 63, 64, 65, 384, 448, 449, 1000, 2048, 5003)
 WINDOWS = (WindowConfig(), WindowConfig(0, 0, 0), WindowConfig(128, 64, 0))
