@@ -28,7 +28,7 @@ KEPT = [a for a in ARCHITECTURES if a.verdict != Verdict.REFUSED]
 REFUSED = [a for a in ARCHITECTURES if a.verdict == Verdict.REFUSED]
 SHORT = WindowConfig(64, 0, 64)
 CLOSE = 0.02
-"""Error of 8-bit logits: 0.0002 to 0.02; `WRONG` shows what mistakes cost."""
+"""Error of 8-bit logits: 0.0002 to 0.015; `WRONG` shows what mistakes cost."""
 
 
 def named(architectures: list[Architecture]) -> pytest.MarkDecorator:
