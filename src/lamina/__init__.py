@@ -8,7 +8,7 @@ A profile is made once a model and kept in a file; every generation takes a fres
 >>> cache = LaminaCache(model, Profile.load("model.profile"), tiers=(4, 2))
 >>> output = model.generate(**inputs, max_new_tokens=5, cache=cache)
 >>> sorted(cache.memory())
-['centers', 'codes', 'page_tables', 'scales', 'windows']
+['centers', 'codes', 'page_tables', 'scales', 'windows', 'witnesses']
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from lamina.basis.calibrate import calibrate as calibrate
     from lamina.basis.profile import Profile as Profile
     from lamina.codec import CodecConfig as CodecConfig
+    from lamina.control.config import ControllerConfig as ControllerConfig
+    from lamina.control.state import Controller as Controller
     from lamina.engines.hf import LaminaCache as LaminaCache
     from lamina.pages import WindowConfig as WindowConfig
 
 _EXPORTS = {
     "CalibrationConfig": "lamina.basis.calibrate",
     "CodecConfig": "lamina.codec",
+    "Controller": "lamina.control.state",
+    "ControllerConfig": "lamina.control.config",
     "LaminaCache": "lamina.engines.hf",
     "Profile": "lamina.basis.profile",
     "WindowConfig": "lamina.pages",
@@ -44,3 +48,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -312,7 +312,7 @@ def demo(
         list[str] | None, typer.Option(help="Text to calibrate and, with other documents of it, to measure on.")
     ] = None,
     field: Field = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less text everywhere: a minute or two.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less text everywhere: a few minutes.")] = False,
     report: Annotated[Path, typer.Option(help="HTML file for the figures and their pictures.")] = Path(
         "lamina-demo.html"
     ),

@@ -37,7 +37,7 @@ def save_cache(cache: "LaminaCache", path: Path) -> None:
     """Write a cache; a file that is already there is replaced in one step."""
     if not cache.ours[0].batch_size:
         raise CacheStateError("the cache is empty; there is nothing to save")
-    compact = deepcopy(cache)
+    compact: LaminaCache = deepcopy(cache)
     tensors: dict[str, Tensor] = {}
     for layer in compact.ours:
         tensors |= {f"layers.{layer.index}.{name}": t for name, t in dump_store(layer.store).items()}

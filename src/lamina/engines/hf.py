@@ -1,7 +1,9 @@
 """The transformers engine: a cache whose full-attention layers are pages of codes."""
 
 import inspect
+import operator
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from lamina.basis.calibrate import check_attention_interface
+from lamina.basis.calibrate import check_attention_interface, decoder_of
 from lamina.basis.geometry import LayerKind, ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
@@ -22,7 +24,7 @@ from lamina.control.state import Controller
 from lamina.engines import host_layers
 from lamina.engines.hf_layer import ATTENTION, HANDLE, LaminaLayer, lamina_attention
 from lamina.engines.padding import Padding
-from lamina.errors import CacheStateError, ConfigError
+from lamina.errors import CacheStateError, ConfigError, MemoryBudgetError
 from lamina.pages import Budget, WindowConfig
 from lamina.pages.pager import attach_pager
 
@@ -39,11 +41,16 @@ class Snapshot:
     """
 
     def __init__(self, cache: "LaminaCache") -> None:
-        self.cache = weakref.ref(cache)
+        cache.check_whole()
+        self.cache, self.dropped = weakref.ref(cache), cache.dropped
         self.padding, self.seen = cache.padding.columns, cache.seen
         self.stores = [layer.store.snapshot() if layer.store is not None else [] for layer in cache.ours]
         self.hosts = {i: deepcopy(cache.layers[i]) for i in cache.hosts}
         self.released = False
+
+    def __repr__(self) -> str:
+        """Tokens, and whether it can be restored."""
+        return f"Snapshot({self.seen} tokens{', released' if self.released else ''})"
 
     def release(self) -> None:
         """Give the pages up that nothing else uses."""
@@ -55,9 +62,9 @@ class Snapshot:
         self.released = True
 
     def __del__(self) -> None:
-        """Release the pages."""
-        if hasattr(self, "released"):
-            self.release()
+        """Leave the pages to the cache, which may be at work in another thread, to release at its next call."""
+        if hasattr(self, "released") and not self.released:
+            self.dropped.append(self.stores)
 
 
 class LaminaCache(Cache):
@@ -119,7 +126,8 @@ class LaminaCache(Cache):
         controller: Controller | ControllerConfig | None = None,
     ) -> None:
         if not isinstance(profile, Profile):
-            raise ConfigError(f"profile is {profile!r}; load the file first: Profile.load(path)")
+            what = repr(profile) if isinstance(profile, str | Path | None) else f"a {type(profile).__name__}"
+            raise ConfigError(f"profile is {what}; call LaminaCache(model, Profile.load(path))")
         geometry = model_geometry(model.config)
         check_attention_interface(model, geometry)
         profile.check_model(geometry)
@@ -145,6 +153,8 @@ class LaminaCache(Cache):
         """Empty layers with a budget of their own."""
         self.budget = Budget(max_bytes)
         self.padding = Padding()
+        self.dropped: deque[list[Any]] = deque()
+        self.running = False
         self.layers: list[Any] = []
         layers: list[Any] = host_layers.host_layers(self.config)
         for i in self.geometry.packed:
@@ -201,12 +211,15 @@ class LaminaCache(Cache):
             tokens = tokens.item()
         if isinstance(tokens, bool) or not isinstance(tokens, int):
             raise CacheStateError(f"cannot crop a cache to {tokens!r} tokens; give a whole number")
+        self.collect()
         for layer in self.ours:
             layer.withdraw()
         seen = [layer.seen for layer in self.ours]
         target = tokens if tokens > 0 else seen[0] + tokens
         if not 0 <= target <= min(seen):
             raise CacheStateError(f"cannot crop a cache of {min(seen)} tokens to {target}")
+        for layer in self.ours:
+            layer.prepare_crop(target)
         self._crop_hosts(target)
         for layer in self.ours:
             layer.crop(target - layer.seen)
@@ -215,8 +228,17 @@ class LaminaCache(Cache):
     def _crop_hosts(self, target: int) -> None:
         for i in self.hosts:
             layer = self.layers[i]
+            if host_layers.is_recurrent(layer):
+                if target < self.seen:
+                    raise CacheStateError(
+                        f"layer {i} keeps a recurrent state, which cannot forget tokens: take a snapshot before they "
+                        "come, and restore it"
+                    )
+                continue
             length = host_layers.length_of(layer)
             remove = target - (self.ours[0].seen if length is None else length)
+            if remove == 0 and length is None:
+                continue
             try:
                 layer.crop(remove)
             except (RuntimeError, ValueError) as error:
@@ -227,6 +249,8 @@ class LaminaCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; snapshots stay."""
+        self.collect()
+        self.running = False
         fresh = host_layers.host_layers(self.config) if self.hosts else []
         for i in self.hosts:
             self.layers[i] = fresh[i]
@@ -236,7 +260,13 @@ class LaminaCache(Cache):
 
     def select(self, rows: Iterable[int] | Tensor) -> None:
         """Make the batch of the sequences ``rows``, in this order: drop, repeat or reorder; pages are shared."""
-        chosen = [int(i) for i in rows]
+        self.collect()
+        if isinstance(rows, Tensor):
+            rows = rows.nonzero()[:, 0].tolist() if rows.dtype == torch.bool else rows.tolist()
+        try:
+            chosen = [operator.index(i) for i in rows]
+        except TypeError as error:
+            raise CacheStateError(f"cannot select sequences by {error}; give their numbers") from error
         batch = self.ours[0].batch_size
         if not chosen or any(not 0 <= i < batch for i in chosen):
             raise CacheStateError(f"cannot select sequences {chosen} of a cache of {batch}")
@@ -271,21 +301,35 @@ class LaminaCache(Cache):
             else (torch.arange(seen) >= seen - n).expand(b, -1)
             for c, n, b in ((self, mine, batch), (other, theirs, other.ours[0].batch_size))
         ]
+        self._extend(other, batch)
         for i in self.hosts:
             if batch:
                 host_layers.join(self.layers[i], other.layers[i], i)
             else:
                 self.layers[i] = deepcopy(other.layers[i])
-        for layer, source in zip(self.ours, other.ours):
-            if layer.store is None:
-                layer.make_store(source.store.dtype, source.store.device, self.budget)
-            layer.store.extend(source.store)
+        for layer in self.ours:
             layer.seen = seen
         self.padding.keep(torch.cat(columns))
+
+    def _extend(self, other: "LaminaCache", batch: int) -> None:
+        """Add another cache's pages to every packed layer, or to none."""
+        done: list[LaminaLayer] = []
+        try:
+            for layer, source in zip(self.ours, other.ours):
+                if layer.store is None:
+                    layer.make_store(source.store.dtype, source.store.device, self.budget)
+                layer.store.extend(source.store)
+                done.append(layer)
+        except MemoryBudgetError:
+            for layer in done:
+                layer.store.select(list(range(batch)))
+            raise
 
     def _check_other(self, other: "LaminaCache") -> None:
         if other is self or type(other) is not type(self) or other.ours[0].store is None:
             raise CacheStateError("only the sequences of another LaminaCache that holds some can be added")
+        self.check_whole()
+        other.check_whole()
         for what, x, y in (
             ("profile", self.profile.digest(), other.profile.digest()),
             ("windows", self.window, other.window),
@@ -303,8 +347,10 @@ class LaminaCache(Cache):
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this cache, which stays usable."""
-        if snapshot.cache() is not self or snapshot.released:
+        if not isinstance(snapshot, Snapshot) or snapshot.cache() is not self or snapshot.released:
             raise CacheStateError("this snapshot was released, or is of another cache; take one with cache.snapshot()")
+        self.collect()
+        self.running = False
         for layer, taken in zip(self.ours, snapshot.stores):
             layer.pending = 0
             layer.seen = snapshot.seen
@@ -314,8 +360,16 @@ class LaminaCache(Cache):
             self.layers[i] = deepcopy(host)
         self.padding.columns = snapshot.padding
 
+    def __repr__(self) -> str:
+        """Rows, layers and bytes."""
+        lengths = self.lengths
+        rows = f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens" if lengths else "empty"
+        n_bytes = sum(self.memory().values())
+        return f"{type(self).__name__}({rows}, {len(self.ours)} of {len(self.layers)} layers packed, {n_bytes:,} bytes)"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "LaminaCache":
         """A cache of its own with the same content, settings and budget; snapshots are not copied."""
+        self.check_whole()
         copy = object.__new__(type(self))
         for name in ("profile", "geometry", "window", "codec", "scaling", "config", "controller"):
             setattr(copy, name, getattr(self, name))
@@ -360,13 +414,21 @@ class LaminaCache(Cache):
         The model's attention must read this cache, and all layers must be at the same token: a call that failed half
         way leaves the first layers ahead.
         """
-        if self.config._attn_implementation != ATTENTION or self.layers[index].pending:
+        ours = self.ours
+        if self.config._attn_implementation != ATTENTION or any(layer.pending for layer in ours):
             raise CacheStateError(
                 f"layer {index}: the model that called runs with another attention than {ATTENTION!r} (the cache's own "
                 f"runs with attention {self.config._attn_implementation!r}), which does not read this cache; use the "
                 f"model that the cache was made for, call model.set_attn_implementation({ATTENTION!r}), and start anew"
             )
-        ours = self.ours
+        if index == ours[0].index:
+            self.collect()
+            if self.running and any(self.geometry.layers[i].kind == LayerKind.STATE for i in self.hosts):
+                raise CacheStateError(
+                    "an earlier call failed half way, and linear attention layers have taken its tokens in; restore a "
+                    "snapshot, call cache.reset(), or take a new cache"
+                )
+            self.running = True
         first, here, last = (layer.seen for layer in (ours[0], self.layers[index], ours[-1]))
         lengths = {i: host_layers.length_of(self.layers[i]) for i in self.hosts} if index == ours[0].index else {}
         apart = [n for i, n in lengths.items() if n is not None and n != last + tokens * (i < index)]
@@ -379,11 +441,33 @@ class LaminaCache(Cache):
                 "new cache"
             )
 
+    def finished(self, index: int) -> None:
+        """Layer ``index`` has attended; with the last one the call is whole."""
+        if index == self.ours[-1].index:
+            self.running = False
+
+    def check_whole(self) -> None:
+        """Raise CacheStateError unless all packed layers hold the same tokens."""
+        if len({layer.seen for layer in self.ours}) > 1 or any(layer.pending for layer in self.ours):
+            whole = min(layer.seen - layer.pending for layer in self.ours)
+            raise CacheStateError(
+                f"an earlier call failed half way; call {f'cache.crop({whole})' if whole else 'cache.reset()'} to go "
+                "back to the last whole token"
+            )
+
+    def collect(self) -> None:
+        """Release the pages of snapshots that were dropped."""
+        while self.dropped:
+            for layer, taken in zip(self.ours, self.dropped.popleft()):
+                if layer.store is not None:
+                    layer.store.forget(taken)
+
     def memory(self) -> dict[str, int]:
         """Allocated bytes by kind; they add up to the storage of all tensors that hold pages, rows or tables.
 
         ``host_layers`` are those of transformers' own layers, where the model has some.
         """
+        self.collect()
         total = dict.fromkeys(("codes", "scales", "centers", "windows", "witnesses", "page_tables"), 0)
         for layer in self.ours:
             if layer.store is not None:
@@ -456,7 +540,7 @@ def check_canary(controller: Controller | None, window: WindowConfig) -> None:
 def layer_scaling(model: PreTrainedModel, head_dims: list[int]) -> list[float]:
     """Factor on q.k of every layer, read from the attention modules."""
     found = [dim**-0.5 for dim in head_dims]
-    for module in model.modules():
+    for module in decoder_of(model).modules():
         index, scaling = getattr(module, "layer_idx", None), getattr(module, "scaling", None)
         if isinstance(index, int) and index < len(found) and isinstance(scaling, float):
             found[index] = scaling

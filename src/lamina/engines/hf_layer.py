@@ -88,7 +88,8 @@ class LaminaLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.pending = key_states.shape[2]
         self.seen += self.pending
-        setattr(key_states, HANDLE, self)
+        for rows in (key_states, value_states):
+            setattr(rows, HANDLE, self)
         return key_states, value_states
 
     def attend(
@@ -108,7 +109,8 @@ class LaminaLayer(CacheLayerMixin):
         if max(padding.lengths(batch, before)) == 0:
             # Real tokens attend to this chunk alone, which is the model's own attention; what came before is padding.
             own = mask if mask is None else mask[..., before:]
-            return host_attention(module, query, key, value, own, **kwargs)[0]
+            self.cache.finished(self.index)
+            return host_attention(module, query.detach(), key, value, own, **kwargs)[0]
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
         basis = ReadBasis(**{**vars(self.basis), "softcap": softcap or 0.0, "sinks": sinks})
         query = query.detach()
@@ -125,6 +127,7 @@ class LaminaLayer(CacheLayerMixin):
                 out[b, at] = self.read(query[row, :, at], basis, chunk, b).out[0]
         if tokens > 1 and not self.cache.geometry.shares_kv:
             self.store.settle()
+        self.cache.finished(self.index)
         return out
 
     def read(self, query: Tensor, basis: ReadBasis, chunk: tuple[Tensor, Tensor], only: int | None) -> AttentionOutput:
@@ -161,6 +164,11 @@ class LaminaLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length
 
+    def prepare_crop(self, target: int) -> None:
+        """Find room for the pages that cropping to ``target`` columns has to copy."""
+        if self.store is not None and target < self.seen:
+            self.store.prepare_crop(self.cache.padding.lengths(self.batch_size, target))
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns."""
         self.withdraw()
@@ -196,10 +204,13 @@ def lamina_attention(
 
     Rows that come from a :class:`LaminaCache` are read from its pages; any other call is the model's own attention.
     """
-    layer: LaminaLayer | None = getattr(key, HANDLE, None)
+    layer: Any = getattr(key, HANDLE, None)
     if layer is None:
         return host_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     try:
+        stored_by: Any = getattr(value, HANDLE, None)
+        if stored_by is not layer:
+            raise UnsupportedModelError(f"layer {layer.index} attends to other values than those it stores")
         _check_call(layer, scaling, dropout, kwargs)
         return layer.attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
     except BaseException:

@@ -21,6 +21,11 @@ def length_of(layer: Any) -> int | None:
     return layer.get_seq_length() if hasattr(layer, "cumulative_length") and layer.is_initialized else None
 
 
+def is_recurrent(layer: Any) -> bool:
+    """Whether a layer has folded tokens into a state that no roll-back can undo."""
+    return any(getattr(layer, "is_recurrent_states_initialized", {}).values())
+
+
 def tensors_of(layer: Any) -> dict[str, Tensor]:
     """Every tensor of a layer by a dotted name."""
     found = {}
@@ -65,7 +70,7 @@ def restore(layer: Any, plain: dict[str, Any], tensors: dict[str, Tensor], devic
 
 def join(mine: Any, theirs: Any, index: int) -> None:
     """Append another layer's rows to ``mine``; the shorter window is padded on the left."""
-    if not theirs.is_initialized:
+    if not getattr(theirs, "is_initialized", True):
         raise CacheStateError(f"layer {index}: the cache to add is empty")
     for dotted, other in tensors_of(theirs).items():
         name, _, key = dotted.partition(".")

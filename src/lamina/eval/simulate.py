@@ -99,6 +99,9 @@ class KiviStore:
     def settle(self) -> None:
         """Nothing to release."""
 
+    def prepare_crop(self, lengths: list[int]) -> None:
+        """Nothing to reserve."""
+
     def crop(self, lengths: list[int]) -> None:
         """Keep the first ``lengths[b]`` tokens."""
         self.sequences = [s.cropped(n) for s, n in zip(self.sequences, lengths)]

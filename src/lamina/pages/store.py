@@ -209,6 +209,17 @@ class LayerStore:
                 self._crop_one(sequence, length)
         self._loosen()
 
+    def prepare_crop(self, lengths: list[int]) -> None:
+        """Reserve what cropping to these lengths takes: a copy of every shared page that is cut."""
+        pages = slabs = exact = 0
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            last = next((p for p in reversed(sequence.pages) if self.arena.cell(p, START) < length), None)
+            if length < sequence.length and last is not None and self.arena.users(last) > 1:
+                more = self.arena.copy_slots(last)
+                pages, slabs, exact = pages + 1, slabs + more[0], exact + more[1]
+        if pages:
+            self.arena.reserve(pages, slabs, exact)
+
     def select(self, indices: list[int]) -> None:
         """Make the batch of the sequences ``indices``, in this order; pages are shared until they differ."""
         chosen = [self.sequences[i].copy() for i in indices]
