@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_llama import make_model, make_tokenizer
 from typer.testing import CliRunner
 
 from lamina import cli
 from lamina.basis.calibrate import CalibrationConfig, calibrate
+from tiny_llama import make_model, make_tokenizer
 
 
 @dataclass(frozen=True)

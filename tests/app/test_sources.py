@@ -1,11 +1,11 @@
 import pytest
 import torch
-from tiny_llama import make_tokenizer
 
 from lamina.app import data
 from lamina.app.data import Source, calibration_sources, evaluation_source, mixed_sequences, read_sources, split
 from lamina.basis.text import load_documents
 from lamina.errors import ConfigError, DataError
+from tiny_llama import make_tokenizer
 
 
 def source(name: str, letter: str, documents: int, size: int = 100) -> Source:

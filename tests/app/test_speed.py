@@ -1,11 +1,11 @@
 import time
 
-from tiny_llama import make_model, make_tokenizer
 from transformers import DynamicCache
 
 from lamina.app.loading import LoadedModel
 from lamina.app.speed import UNTIMED_STEPS, decode_speeds
 from lamina.basis.geometry import model_geometry
+from tiny_llama import make_model, make_tokenizer
 
 
 def test_every_cache_is_stepped_in_turn_and_the_median_counts(monkeypatch):
