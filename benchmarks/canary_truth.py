@@ -30,7 +30,7 @@ from lamina.basis.transforms import make_transform
 from lamina.codec import TIERS
 from lamina.control.canary import anchored, ring
 from lamina.control.live import RING_TOKENS, read_witnesses
-from lamina.engines.hf import layer_scaling
+from lamina.engines.hf_settings import layer_scaling
 from lamina.eval.drift import attention_drift
 from lamina.eval.layer_drift import LayerRows, record_rows
 from lamina.pages import Budget, LayerStore

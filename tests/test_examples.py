@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from typer.testing import CliRunner
 
 from lamina import cli
-from lamina.basis.calibrate import calibrate
 from lamina.engines.hf import cache_kwarg
-from tiny_llama import make_model, make_tokenizer
+from tiny_llama import save_tiny
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,11 +82,7 @@ def each(examples: list[Example]) -> pytest.MarkDecorator:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
-    model = make_model()
-    model.save_pretrained(folder / "MODEL")
-    make_tokenizer().save_pretrained(folder / "MODEL")
-    ids = torch.randint(2, 258, (4, 1, 256), generator=torch.Generator().manual_seed(0))
-    calibrate(model, iter(ids), model_id="MODEL").save(folder / "model.profile")
+    save_tiny(folder / "MODEL", folder / "model.profile", model_id="MODEL")
     texts = (f"Paragraph {i} says {i * i} and then no more. " * 4 for i in range(200))
     (folder / "mine.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return folder

@@ -1,8 +1,13 @@
 """A tiny Llama and a byte-level tokenizer, made on the spot."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lamina.basis.calibrate import calibrate
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}"
@@ -37,3 +42,12 @@ def make_model(layers: int = 2, positions: int = 4096) -> LlamaForCausalLM:
         pad_token_id=1,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def save_tiny(model_folder: Path, profile: Path, **calibration: Any) -> None:
+    """Write the model with its tokenizer, and its profile."""
+    model = make_model()
+    model.save_pretrained(model_folder)
+    make_tokenizer().save_pretrained(model_folder)
+    ids = torch.randint(2, 258, (4, 1, 256), generator=torch.Generator().manual_seed(0))
+    calibrate(model, iter(ids), **calibration).save(profile)

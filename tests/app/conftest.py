@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from lamina import cli
-from lamina.basis.calibrate import CalibrationConfig, calibrate
-from tiny_llama import make_model, make_tokenizer
+from lamina.basis.calibrate import CalibrationConfig
+from tiny_llama import make_model, make_tokenizer, save_tiny
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,7 @@ class Tiny:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Tiny:
     folder = tmp_path_factory.mktemp("tiny")
-    model = make_model()
-    model.save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    ids = torch.randint(2, 258, (4, 1, 256), generator=torch.Generator().manual_seed(0))
-    profile = calibrate(model, iter(ids), CalibrationConfig(tiers=(4, 2)))
-    profile.save(folder / "tiny.safetensors")
+    save_tiny(folder / "model", folder / "tiny.safetensors", config=CalibrationConfig(tiers=(4, 2)))
     return Tiny(str(folder / "model"), str(folder / "tiny.safetensors"))
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lamina.attention.cpu_kernel import BFLOAT16, FLOAT16, FLOAT32, decode
 from lamina.attention.types import AttentionOutput, ReadBasis
-from lamina.pages.store import StoreView
+from lamina.pages.view import StoreView
 
 MIN_PAGES = 4
 EXACT_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lamina.attention.blocked import attend_blocked
 from lamina.attention.types import AttentionOutput, ReadBasis
-from lamina.pages.store import StoreView
+from lamina.pages.view import StoreView
 
 CPU_KERNEL_QUERIES = 8
 """Query tokens up to which the CPU kernel is used; longer chunks are faster as matrix products."""

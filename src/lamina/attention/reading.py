@@ -7,8 +7,8 @@ from lamina.attention.types import ReadBasis
 from lamina.codec import TIERS, decode_pages
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.codec.page import decode_center, effective_step
-from lamina.pages.store import StoreView
 from lamina.pages.table import FINE, FINEST, TIER
+from lamina.pages.view import StoreView
 
 K, V = 0, 1
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from lamina.attention.reading import K, V, noise_factors, read_pages
 from lamina.attention.types import AttentionOutput, ReadBasis
-from lamina.pages.store import StoreView
 from lamina.pages.table import EXACT, ROWS, START, TIER
+from lamina.pages.view import StoreView
 
 NEVER = float("-inf")
 

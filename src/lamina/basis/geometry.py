@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from transformers import DynamicCache
@@ -94,7 +95,7 @@ class ModelGeometry:
         """All layers."""
         return len(self.layers)
 
-    @property
+    @cached_property
     def packed(self) -> dict[int, LayerGeometry]:
         """The layers that Lamina keeps, by index."""
         return {i: g for i, g in enumerate(self.layers) if g.kind == LayerKind.FULL}

@@ -2,14 +2,11 @@
 
 import dataclasses
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lamina import __version__
@@ -17,6 +14,7 @@ from lamina.basis.geometry import ModelGeometry
 from lamina.basis.moments import Moments
 from lamina.basis.transforms import LayerTransform, check_condition, make_transform
 from lamina.errors import ProfileError
+from lamina.tensor_file import UNREADABLE, read_tensors, write_tensors
 
 FORMAT = "lamina-profile"
 FORMAT_VERSION = 2
@@ -148,10 +146,7 @@ class Profile:
             "info": self.info,
         }
         tensors = {f"layers.{i}.{n}": t for i, layer in self.packed.items() for n, t in layer.tensors().items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        save_file(tensors, partial, metadata={"lamina": json.dumps(meta)})
-        partial.replace(path)
+        write_tensors(path, tensors, meta)
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
@@ -245,10 +240,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise ProfileError(f"there is no profile at {path}; make one with `lamina calibrate MODEL -o {path}`")
     try:
-        with safe_open(path, framework="pt") as f:
-            meta = json.loads((f.metadata() or {}).get("lamina", "null"))
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, json.JSONDecodeError) as e:
+        meta, tensors = read_tensors(path)
+    except UNREADABLE as e:
         raise ProfileError(f"{path} cannot be read as a profile ({e}); calibrate again") from e
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ProfileError(f"{path} is a safetensors file but no Lamina profile")

@@ -1,14 +1,11 @@
 """A saved cache: one safetensors file, checked when it is read."""
 
 import dataclasses
-import json
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,6 +18,7 @@ from lamina.engines import host_layers
 from lamina.errors import CacheStateError
 from lamina.pages import WindowConfig
 from lamina.pages.dump import dump_store, restore_store
+from lamina.tensor_file import UNREADABLE, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from lamina.engines.hf import LaminaCache
@@ -63,10 +61,7 @@ def save_cache(cache: "LaminaCache", path: Path) -> None:
         "codec": dataclasses.asdict(cache.codec),
         "hosts": hosts,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, partial, metadata={"lamina": json.dumps(meta)})
-    partial.replace(path)
+    write_tensors(path, {n: t.cpu().contiguous() for n, t in tensors.items()}, meta)
 
 
 def load_cache(
@@ -107,14 +102,12 @@ def _fill(cache: "LaminaCache", meta: dict[str, Any], tensors: dict[str, Tensor]
     dtype = getattr(torch, meta["dtype"])
     devices = layer_devices(model)
     for layer in cache.ours:
-        prefix = f"layers.{layer.index}."
-        named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        layer.make_store(dtype, devices[layer.index], cache.budget)
+        named = _below(f"layers.{layer.index}.", tensors)
+        layer.make_store(dtype, devices[layer.index])
         restore_store(layer.store, named, meta["lengths"])
         layer.seen = meta["seen"]
     for i in cache.hosts:
-        prefix = f"layers.{i}.host."
-        named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        named = _below(f"layers.{i}.host.", tensors)
         host_layers.restore(cache.layers[i], meta["hosts"][str(i)], named, devices[i])
     columns = tensors.get("padding")
     if columns is not None and columns.shape != (len(meta["lengths"]), meta["seen"]):
@@ -122,6 +115,10 @@ def _fill(cache: "LaminaCache", meta: dict[str, Any], tensors: dict[str, Tensor]
     cache.padding.keep(columns)
     if cache.padding.lengths(len(meta["lengths"]), meta["seen"]) != meta["lengths"]:
         raise CacheStateError(f"the padding does not fit lengths {meta['lengths']}; read the prompt again")
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def read_cache_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -135,10 +132,8 @@ def read_cache_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise CacheStateError(f"there is no saved cache at {path}")
     try:
-        with safe_open(path, framework="pt") as f:
-            meta = json.loads((f.metadata() or {}).get("lamina", "null"))
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        meta, tensors = read_tensors(path)
+    except UNREADABLE as error:
         raise CacheStateError(f"{path} cannot be read as a saved cache ({error}); read the prompt again") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise CacheStateError(f"{path} is a safetensors file but no saved cache")

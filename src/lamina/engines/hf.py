@@ -4,7 +4,7 @@ import inspect
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,22 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from lamina.basis.calibrate import check_attention_interface, decoder_of
-from lamina.basis.geometry import LayerKind, ModelGeometry, model_geometry
+from lamina.basis.calibrate import check_attention_interface
+from lamina.basis.geometry import LayerKind, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
-from lamina.codec.page import check_tier
 from lamina.control.config import Canary, ControllerConfig
-from lamina.control.live import RING_TOKENS, LiveControl
+from lamina.control.live import LiveControl
 from lamina.control.state import Controller
 from lamina.engines import host_layers
 from lamina.engines.hf_layer import ATTENTION, HANDLE, LaminaLayer, lamina_attention
+from lamina.engines.hf_settings import Tiers, check_canary, layer_scaling, make_controller, parse_tiers
 from lamina.engines.padding import Padding
 from lamina.errors import CacheStateError, ConfigError, MemoryBudgetError
 from lamina.pages import Budget, WindowConfig
 from lamina.pages.pager import attach_pager
 
 __all__ = ["ATTENTION", "HANDLE", "LaminaCache", "LaminaLayer", "Snapshot", "Tiers", "lamina_attention"]
-
-Tiers = int | tuple[int, int] | Sequence[tuple[int, int]] | None
-"""Bits of K and V: one number, a pair, a pair a layer, or the profile's."""
 
 
 class Snapshot:
@@ -56,9 +53,7 @@ class Snapshot:
         """Give the pages up that nothing else uses."""
         cache = self.cache()
         if cache is not None and not self.released:
-            for layer, taken in zip(cache.ours, self.stores):
-                if layer.store is not None:
-                    layer.store.forget(taken)
+            cache.forget(self.stores)
         self.released = True
 
     def __del__(self) -> None:
@@ -157,20 +152,21 @@ class LaminaCache(Cache):
         self.running = False
         self.layers: list[Any] = []
         layers: list[Any] = host_layers.host_layers(self.config)
-        for i in self.geometry.packed:
-            layers[i] = self.layer_class(self, i)
+        self.ours = [self.layer_class(self, i) for i in self.geometry.packed]
+        for layer in self.ours:
+            layers[layer.index] = layer
         super().__init__(layers=layers)
         kept = (LayerKind.WINDOW, LayerKind.STATE)
         self.hosts = [i for i, layer in enumerate(self.geometry.layers) if layer.kind in kept]
         # A strong reference would leave the cache's tensors to the cycle collector.
         weak = weakref.proxy(self)
         self.control = LiveControl(self.controller, list(self.geometry.packed)) if self.controller else None
-        self.pager = attach_pager(self.budget, lambda: [layer.store for layer in weak.ours if layer.store is not None])
+        self.pager = attach_pager(self.budget, lambda: weak.stores)
 
     @property
-    def ours(self) -> list[LaminaLayer]:
-        """The packed layers."""
-        return [self.layers[i] for i in self.geometry.packed]
+    def stores(self) -> list[Any]:
+        """Page stores of the packed layers that have seen rows."""
+        return [layer.store for layer in self.ours if layer.store is not None]
 
     @property
     def tiers(self) -> tuple[tuple[int, int], ...]:
@@ -317,7 +313,7 @@ class LaminaCache(Cache):
         try:
             for layer, source in zip(self.ours, other.ours):
                 if layer.store is None:
-                    layer.make_store(source.store.dtype, source.store.device, self.budget)
+                    layer.make_store(source.store.dtype, source.store.device)
                 layer.store.extend(source.store)
                 done.append(layer)
         except MemoryBudgetError:
@@ -436,9 +432,8 @@ class LaminaCache(Cache):
             whole = min(first, here, last)
             raise CacheStateError(
                 f"layer {index} holds {here} tokens, layer {ours[0].index} {first} and the last one {last}"
-                f"{f', others {apart[0]}' if apart else ''}: an earlier call failed half way; call "
-                f"{f'cache.crop({whole})' if whole else 'cache.reset()'} to go back to the last whole token, or take a "
-                "new cache"
+                f"{f', others {apart[0]}' if apart else ''}: an earlier call failed half way; {_way_back(whole)}, or "
+                "take a new cache"
             )
 
     def finished(self, index: int) -> None:
@@ -450,17 +445,18 @@ class LaminaCache(Cache):
         """Raise CacheStateError unless all packed layers hold the same tokens."""
         if len({layer.seen for layer in self.ours}) > 1 or any(layer.pending for layer in self.ours):
             whole = min(layer.seen - layer.pending for layer in self.ours)
-            raise CacheStateError(
-                f"an earlier call failed half way; call {f'cache.crop({whole})' if whole else 'cache.reset()'} to go "
-                "back to the last whole token"
-            )
+            raise CacheStateError(f"an earlier call failed half way; {_way_back(whole)}")
 
     def collect(self) -> None:
         """Release the pages of snapshots that were dropped."""
         while self.dropped:
-            for layer, taken in zip(self.ours, self.dropped.popleft()):
-                if layer.store is not None:
-                    layer.store.forget(taken)
+            self.forget(self.dropped.popleft())
+
+    def forget(self, taken: list[Any]) -> None:
+        """Give up what a snapshot took of every packed layer."""
+        for layer, pages in zip(self.ours, taken):
+            if layer.store is not None:
+                layer.store.forget(pages)
 
     def memory(self) -> dict[str, int]:
         """Allocated bytes by kind; they add up to the storage of all tensors that hold pages, rows or tables.
@@ -469,10 +465,9 @@ class LaminaCache(Cache):
         """
         self.collect()
         total = dict.fromkeys(("codes", "scales", "centers", "windows", "witnesses", "page_tables"), 0)
-        for layer in self.ours:
-            if layer.store is not None:
-                for kind, n_bytes in layer.store.memory().items():
-                    total[kind] += n_bytes
+        for store in self.stores:
+            for kind, n_bytes in store.memory().items():
+                total[kind] += n_bytes
         if self.padding.columns is not None:
             total["page_tables"] += self.padding.columns.untyped_storage().nbytes()
         if self.hosts:
@@ -481,7 +476,7 @@ class LaminaCache(Cache):
 
     def bits(self) -> dict[str, float]:
         """Average bits per element of the packed layers: ``history`` of the packed tokens alone, ``context`` of all."""
-        stores = [layer.store for layer in self.ours if layer.store is not None]
+        stores = self.stores
         packed, elements = (sum(x) for x in zip(*(s.history_bits() for s in stores))) if stores else (0, 0)
         stored = sum(2 * s.layout.n_heads * s.layout.head_dim * q.length for s in stores for q in s.sequences)
         n_bytes = sum(n for kind, n in self.memory().items() if kind != "host_layers")
@@ -491,60 +486,9 @@ class LaminaCache(Cache):
         }
 
 
-def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
-    """One checked pair of bits a layer."""
-    n = len(profile.layers)
-    given: Any = profile.tiers if tiers is None else tiers
-    if isinstance(given, int):
-        given = (given, given)
-    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(bits, int) for bits in given):
-        given = [given] * n
-    if (
-        not isinstance(given, list | tuple)
-        or len(given) != n
-        or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in given)
-    ):
-        raise ConfigError(f"tiers {tiers!r} must be one number, a pair (K, V), or {n} pairs, one a layer")
-    for i, pair in enumerate(given):
-        for side, bits in zip("KV", pair):
-            check_tier(bits, f"the {side} tier of layer {i}")
-    return [(int(k), int(v)) for k, v in given]
-
-
-def make_controller(
-    given: Controller | ControllerConfig | None, tiers: list[tuple[int, int]], geometry: ModelGeometry
-) -> Controller | None:
-    """The controller that was given, or a new one for these settings, checked against the model."""
-    if given is None:
-        return None
-    packed = geometry.packed
-    if isinstance(given, ControllerConfig):
-        sizes = [float(g.n_kv_heads * g.head_dim) for g in packed.values()]
-        return Controller(given, [tiers[i] for i in packed], sizes)
-    if not isinstance(given, Controller):
-        raise ConfigError(f"controller is {given!r}; give a ControllerConfig, or the Controller of an earlier cache")
-    if len(given.tiers) != len(packed):
-        raise ConfigError(f"the controller has {len(given.tiers)} layers, the model {len(packed)} with full attention")
-    return given
-
-
-def check_canary(controller: Controller | None, window: WindowConfig) -> None:
-    """Raise ConfigError if the exact windows do not hold the keys that the ring canary looks at."""
-    kept = window.recent + window.rollback
-    if controller is not None and controller.config.canary == Canary.RING and kept < RING_TOKENS:
-        raise ConfigError(
-            f"the ring canary needs the last {RING_TOKENS} keys exactly, but recent + rollback keep {kept} tokens"
-        )
-
-
-def layer_scaling(model: PreTrainedModel, head_dims: list[int]) -> list[float]:
-    """Factor on q.k of every layer, read from the attention modules."""
-    found = [dim**-0.5 for dim in head_dims]
-    for module in decoder_of(model).modules():
-        index, scaling = getattr(module, "layer_idx", None), getattr(module, "scaling", None)
-        if isinstance(index, int) and index < len(found) and isinstance(scaling, float):
-            found[index] = scaling
-    return found
+def _way_back(whole: int) -> str:
+    """What to do about a call that failed after ``whole`` tokens."""
+    return f"call {f'cache.crop({whole})' if whole else 'cache.reset()'} to go back to the last whole token"
 
 
 def cache_kwarg(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:

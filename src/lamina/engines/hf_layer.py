@@ -1,6 +1,7 @@
 """One full-attention layer of a LaminaCache, and the attention function that reads it."""
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from lamina.basis.encoder import PageEncoder
 from lamina.basis.host_attention import host_attention
 from lamina.control.live import LiveControl
 from lamina.errors import CacheStateError, UnsupportedModelError
-from lamina.pages import Budget, LayerStore
+from lamina.pages import LayerStore
 
 if TYPE_CHECKING:
     from lamina.engines.hf import LaminaCache
@@ -50,14 +51,13 @@ class LaminaLayer(CacheLayerMixin):
         self.index = index
         self.store: Any = None
         self.basis: Any = None
-        self.encoder: Any = None
         self.seen = self.pending = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the page store, now that dtype and device are known."""
-        self.make_store(key_states.dtype, key_states.device, self.cache.budget)
+        self.make_store(key_states.dtype, key_states.device)
 
-    def make_store(self, dtype: torch.dtype, device: torch.device, budget: Budget) -> None:
+    def make_store(self, dtype: torch.dtype, device: torch.device) -> None:
         """Create the page store."""
         cache, i = self.cache, self.index
         profile = cache.profile.layers[i]
@@ -70,12 +70,11 @@ class LaminaLayer(CacheLayerMixin):
             window=cache.window,
             encoder=encoder,
             tiers=lambda: cache.tiers[i],
-            budget=budget,
+            budget=cache.budget,
             centered=cache.codec.center,
             witnesses=cache.keeps_witnesses,
             name=f"layer {i}",
         )
-        self.encoder = encoder
         self.basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
         self.is_initialized = True
 
@@ -111,14 +110,13 @@ class LaminaLayer(CacheLayerMixin):
             own = mask if mask is None else mask[..., before:]
             self.cache.finished(self.index)
             return host_attention(module, query.detach(), key, value, own, **kwargs)[0]
-        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-        basis = ReadBasis(**{**vars(self.basis), "softcap": softcap or 0.0, "sinks": sinks})
+        basis = replace(self.basis, softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"))
         query = query.detach()
         if real is None:
             result = self.read(query, basis, (key, value), None)
             out = result.out
             if control is not None:
-                control.attended(self.index, query, self.store, self.encoder, basis, result)
+                control.attended(self.index, query, self.store, self.store.encoder, basis, result)
         else:
             out = query.new_zeros(batch, tokens, query.shape[1], value.shape[-1])
             for b in [b for b in range(batch) if bool(real[b].any())]:

@@ -16,7 +16,7 @@ from lamina.engines.hf import LaminaCache
 from lamina.engines.hf_layer import LaminaLayer
 from lamina.engines.host_layers import host_layers, n_bytes, tensors_of
 from lamina.errors import CacheStateError
-from lamina.pages import Budget, WindowConfig
+from lamina.pages import WindowConfig
 
 KIVI_GROUP = 32
 
@@ -133,7 +133,7 @@ class KiviStore:
 class KiviLayer(LaminaLayer):
     """KIVI at 2 bits with Lamina's windows."""
 
-    def make_store(self, dtype: torch.dtype, device: torch.device, budget: Budget) -> None:
+    def make_store(self, dtype: torch.dtype, device: torch.device) -> None:
         """Create the store."""
         profile = self.cache.profile.layers[self.index]
         self.store = KiviStore(profile.n_kv_heads, profile.head_dim, dtype, device)
@@ -209,8 +209,7 @@ class KiviCache(LaminaCache):
 
     def _rows(self) -> list[tuple[KiviRows, int]]:
         """All sequences of all layers, with the elements that a token takes in each."""
-        stores = [layer.store for layer in self.ours if layer.store is not None]
-        return [(s, 2 * s.exact[0].shape[0] * s.exact[0].shape[2]) for store in stores for s in store.sequences]
+        return [(s, 2 * s.exact[0].shape[0] * s.exact[0].shape[2]) for store in self.stores for s in store.sequences]
 
     def _exact(self, s: KiviRows) -> int:
         return min(s.length, self.window.sink + self.window.recent + s.length % PAGE_TOKENS)

@@ -2,6 +2,7 @@
 
 from lamina.pages.config import WindowConfig
 from lamina.pages.pool import Budget
-from lamina.pages.store import LayerStore, StoreView
+from lamina.pages.store import LayerStore
+from lamina.pages.view import StoreView
 
 __all__ = ["Budget", "LayerStore", "StoreView", "WindowConfig"]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from lamina.pages.config import WindowConfig
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import Budget
 from lamina.pages.table import EXACT, FINE, ROWS, START, TIER
+from lamina.pages.view import StoreView
 from lamina.pages.witness import WitnessRows, tokens_for, witness_row
 
 ENCODE_BATCH = 64
@@ -46,45 +47,6 @@ class Sequence:
 
 Snapshot = list[Sequence]
 """Sequences of a layer as they were at one time; they count as users of their pages."""
-
-
-@dataclass
-class StoreView:
-    """What attention reads of one layer. Tensors are the storage itself.
-
-    Attributes
-    ----------
-    layout : RecordLayout
-        Fields of ``records``.
-    records : Tensor
-        uint8 ``[N, record_bytes]``.
-    slabs : Tensor
-        uint8 ``[M, H, 64, D/4]``: fine and finest slabs.
-    exact : Tensor
-        ``[E, 2, H, 64, D]`` in the engine's dtype.
-    table : Tensor
-        int32 ``[N, 11]``, see :mod:`lamina.pages.table`.
-    page_ids : Tensor
-        int32 ``[B, P]``, padded with -1.
-    lengths : Tensor
-        int32 ``[B]``, tokens stored.
-    window : WindowConfig
-        Exact windows.
-    """
-
-    layout: RecordLayout
-    records: Tensor
-    slabs: Tensor
-    exact: Tensor
-    table: Tensor
-    page_ids: Tensor
-    lengths: Tensor
-    window: WindowConfig
-
-    def only(self, sequence: int) -> "StoreView":
-        """The view of one sequence alone."""
-        at = slice(sequence, sequence + 1)
-        return replace(self, page_ids=self.page_ids[at], lengths=self.lengths[at])
 
 
 class LayerStore:
@@ -204,6 +166,7 @@ class LayerStore:
         for sequence, length in zip(self.sequences, lengths, strict=True):
             if not 0 <= length <= sequence.length:
                 raise CacheStateError(f"{self.name}: cannot crop {sequence.length} tokens to {length}")
+        self.prepare_crop(lengths)
         for sequence, length in zip(self.sequences, lengths):
             if length < sequence.length:
                 self._crop_one(sequence, length)
@@ -462,10 +425,6 @@ class LayerStore:
         self._page_ids = None
 
     def _crop_one(self, sequence: Sequence, length: int) -> None:
-        last = next((p for p in reversed(sequence.pages) if self.arena.cell(p, START) < length), None)
-        if last is not None and self.arena.users(last) > 1:
-            self.arena.reserve(1, *self.arena.copy_slots(last))
-        # Making room may have renumbered the pages.
         starts = self.arena.table[sequence.pages, START].tolist() if sequence.pages else []
         kept = [p for p, start in zip(sequence.pages, starts) if start < length]
         gone = sequence.pages[len(kept) :]

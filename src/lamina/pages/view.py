@@ -1,0 +1,47 @@
+"""What attention is given of one layer."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lamina.pages.config import WindowConfig
+from lamina.pages.layout import RecordLayout
+
+
+@dataclass
+class StoreView:
+    """What attention reads of one layer. Tensors are the storage itself.
+
+    Attributes
+    ----------
+    layout : RecordLayout
+        Fields of ``records``.
+    records : Tensor
+        uint8 ``[N, record_bytes]``.
+    slabs : Tensor
+        uint8 ``[M, H, 64, D/4]``: fine and finest slabs.
+    exact : Tensor
+        ``[E, 2, H, 64, D]`` in the engine's dtype.
+    table : Tensor
+        int32 ``[N, 11]``, see :mod:`lamina.pages.table`.
+    page_ids : Tensor
+        int32 ``[B, P]``, padded with -1.
+    lengths : Tensor
+        int32 ``[B]``, tokens stored.
+    window : WindowConfig
+        Exact windows.
+    """
+
+    layout: RecordLayout
+    records: Tensor
+    slabs: Tensor
+    exact: Tensor
+    table: Tensor
+    page_ids: Tensor
+    lengths: Tensor
+    window: WindowConfig
+
+    def only(self, sequence: int) -> "StoreView":
+        """The view of one sequence alone."""
+        at = slice(sequence, sequence + 1)
+        return replace(self, page_ids=self.page_ids[at], lengths=self.lengths[at])
