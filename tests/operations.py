@@ -388,12 +388,13 @@ class Twin:
                 check_slots(layer.store)
                 self.check_pages(layer.index, contents=True)
         memory = cache.memory()
-        padding = columns.untyped_storage().nbytes() if columns is not None else 0
-        assert self.bytes() == cache.budget.used == sum(memory.values()) - padding
+        assert self.bytes() == cache.budget.used == sum(memory.values())
         self.figures.bytes_peak = max(self.figures.bytes_peak, self.bytes())
 
     def bytes(self) -> int:
-        return sum(storage_bytes(layer.store) for layer in self.cache.ours if layer.store is not None)
+        columns = self.cache.padding.columns
+        padding = columns.untyped_storage().nbytes() if columns is not None else 0
+        return padding + sum(storage_bytes(layer.store) for layer in self.cache.ours if layer.store is not None)
 
     def check_pages(self, layer: int, contents: bool) -> None:
         store = self.cache.ours[layer].store

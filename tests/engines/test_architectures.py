@@ -1,5 +1,6 @@
 """What Lamina does with many architectures, next to transformers' own attention ("eager") and cache."""
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,10 +59,14 @@ def fed(model: PreTrainedModel, kv: Any, ids: Tensor, cuts: list[int], mask: Ten
     model.set_attn_implementation(ATTENTION if isinstance(kv, LaminaCache) else "eager")
     caches, steps = cache_kwarg(model, kv), []
     for a, b in pairwise([0, *cuts, ids.shape[1]]):
-        padded = {}
+        options = {}
+        # Some models count positions from 0 in every call unless they are told.
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            positions = torch.arange(b).expand(ids.shape[0], -1) if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+            options["position_ids"] = positions[:, a:b]
         if mask is not None:
-            padded = {"attention_mask": mask[:, :b], "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, a:b]}
-        steps.append(logits_of(model, ids[:, a:b], **padded, **caches))
+            options["attention_mask"] = mask[:, :b]
+        steps.append(logits_of(model, ids[:, a:b], **options, **caches))
     return torch.cat(steps, 1)
 
 

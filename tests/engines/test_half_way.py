@@ -119,3 +119,40 @@ def test_rows_are_added_to_all_layers_or_to_none() -> None:
     for layer in mine.ours:
         check_slots(layer.store)
     logits_of(model, tokens(1, 1), **cache_kwarg(model, mine))
+
+
+def test_a_chunk_or_a_crop_that_does_not_fit_changes_no_layer() -> None:
+    """Under every budget around what is needed: the cache is as before, or it did what it was asked."""
+    model, failed = build("Llama"), 0
+    held = filled(model, 200, batch=2, tiers=2).budget.used
+    for limit in range(held, held + 60_000, 1_500):
+        cache = filled(model, 200, batch=2, tiers=2)
+        kept = cache.snapshot()
+        for ask, before, after in (
+            (lambda c: logits_of(model, tokens(2, 90, seed=1), **cache_kwarg(model, c)), 200, 290),
+            (lambda c: c.crop(230), 290, 230),
+            (lambda c: c.crop(150), 230, 150),
+        ):
+            cache.budget.max_bytes = limit
+            try:
+                ask(cache)
+            except MemoryBudgetError:
+                failed += 1
+                assert {layer.seen for layer in cache.ours} == {before} and cache.lengths == [before] * 2
+                cache.budget.max_bytes = None
+                ask(cache)
+            assert {layer.seen for layer in cache.ours} == {after}
+            for layer in cache.ours:
+                check_slots(layer.store)
+        kept.release()
+    assert failed > 5
+
+
+def test_storage_made_in_inference_mode_serves_outside_it() -> None:
+    model = build("Llama")
+    cache = LaminaCache(model, profile_of("Llama"))
+    with torch.inference_mode():
+        logits_of(model, tokens(1, 70), **cache_kwarg(model, cache))
+    with torch.no_grad():
+        logits_of(model, tokens(1, 70), **cache_kwarg(model, cache))
+    assert cache.lengths == [140]

@@ -11,6 +11,7 @@ from helpers import page_contents
 from lamina.basis.calibrate import calibrate
 from lamina.basis.profile import Profile
 from lamina.engines.hf import LaminaCache, cache_kwarg
+from lamina.errors import CacheStateError
 from lamina.pages import WindowConfig
 from tiny_models import KINDS, PAD, build, logits_of, tokens
 
@@ -104,6 +105,20 @@ def test_a_second_turn_continues_the_cache(profiles: dict[str, Profile]) -> None
     assert cache.get_seq_length() == 150 + 30 + 90 + 39
     plain = generate(model, prompt, 40, DynamicCache())
     assert torch.equal(second.sequences, plain.sequences)
+
+
+def test_drafts_in_a_second_turn_are_refused(profiles: dict[str, Profile]) -> None:
+    """Transformers reads the whole prompt again then, tokens that the cache holds included."""
+    model, ids = build("Llama", **CALM), tokens(1, 100, seed=1)
+    cache = LaminaCache(model, profiles["Llama"], tiers=8)
+    first = generate(model, ids, 8, cache).sequences
+    prompt = torch.cat([first, tokens(1, 24, seed=2)], 1)
+    for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": build("Llama", **CALM)}):
+        with pytest.raises(CacheStateError, match=r"holds 107 tokens, and this call .* reads tokens again"):
+            generate(model, prompt, 8, cache, output_logits=False, **draft)
+    assert cache.get_seq_length() == 107
+    generate(model, prompt, 8, cache)
+    assert cache.get_seq_length() == 107 + 25 + 7
 
 
 @pytest.mark.parametrize("n", [1, 3, 10])

@@ -1,5 +1,7 @@
 """Decode attention on the CPU: reads packed planes, keeps no decoded copy of the cache."""
 
+import threading
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.pages.view import StoreView
 
 MIN_PAGES = 4
+LOCK = threading.Lock()
 EXACT_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
@@ -45,25 +48,27 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
         kind,
     )
     cap = np.float32(basis.softcap)
-    decode(
-        (q_bhtd.float() * basis.scaling).contiguous().numpy(),
-        basis.q_forward.numpy(),
-        basis.v_forward.numpy(),
-        basis.mean_v.numpy(),
-        basis.kappa.numpy(),
-        view.records.numpy(),
-        view.records.view(torch.int16).numpy(),
-        view.slabs.numpy(),
-        (view.exact if kind == FLOAT32 else view.exact.view(torch.int16)).numpy(),
-        view.table.numpy(),
-        view.page_ids.numpy(),
-        view.lengths.numpy(),
-        meta,
-        cap,
-        partial,
-        out,
-        lse,
-    )
+    # Some of numba's threading layers abort when two threads enter them.
+    with LOCK:
+        decode(
+            (q_bhtd.float() * basis.scaling).contiguous().numpy(),
+            basis.q_forward.numpy(),
+            basis.v_forward.numpy(),
+            basis.mean_v.numpy(),
+            basis.kappa.numpy(),
+            view.records.numpy(),
+            view.records.view(torch.int16).numpy(),
+            view.slabs.numpy(),
+            (view.exact if kind == FLOAT32 else view.exact.view(torch.int16)).numpy(),
+            view.table.numpy(),
+            view.page_ids.numpy(),
+            view.lengths.numpy(),
+            meta,
+            cap,
+            partial,
+            out,
+            lse,
+        )
     lse_packed, lse_all = torch.from_numpy(lse)
     return AttentionOutput(torch.from_numpy(out).to(q_bhtd.dtype), lse_packed, lse_all)
 

@@ -24,7 +24,7 @@ from lamina.engines import host_layers
 from lamina.engines.hf_layer import ATTENTION, HANDLE, LaminaLayer, lamina_attention
 from lamina.engines.hf_settings import Tiers, check_canary, layer_scaling, make_controller, parse_tiers
 from lamina.engines.padding import Padding
-from lamina.errors import CacheStateError, ConfigError, MemoryBudgetError
+from lamina.errors import CacheStateError, ConfigError
 from lamina.pages import Budget, WindowConfig
 from lamina.pages.pager import attach_pager
 
@@ -147,7 +147,7 @@ class LaminaCache(Cache):
     def _create(self, max_bytes: int | None) -> None:
         """Empty layers with a budget of their own."""
         self.budget = Budget(max_bytes)
-        self.padding = Padding()
+        self.padding = Padding(self.budget)
         self.dropped: deque[list[Any]] = deque()
         self.running = False
         self.layers: list[Any] = []
@@ -214,8 +214,8 @@ class LaminaCache(Cache):
         target = tokens if tokens > 0 else seen[0] + tokens
         if not 0 <= target <= min(seen):
             raise CacheStateError(f"cannot crop a cache of {min(seen)} tokens to {target}")
-        for layer in self.ours:
-            layer.prepare_crop(target)
+        lengths = self.padding.lengths(self.ours[0].batch_size, target)
+        self.budget.ensure(lambda: sum(store.crop_bytes(lengths) for store in self.stores))
         self._crop_hosts(target)
         for layer in self.ours:
             layer.crop(target - layer.seen)
@@ -266,6 +266,7 @@ class LaminaCache(Cache):
         batch = self.ours[0].batch_size
         if not chosen or any(not 0 <= i < batch for i in chosen):
             raise CacheStateError(f"cannot select sequences {chosen} of a cache of {batch}")
+        self.budget.ensure(lambda: sum(s.replace_bytes([s.sequences[i] for i in chosen]) for s in self.stores))
         index = torch.tensor(chosen)
         for i in [*self.geometry.packed, *self.hosts]:
             self.layers[i].reorder_cache(index)
@@ -297,29 +298,20 @@ class LaminaCache(Cache):
             else (torch.arange(seen) >= seen - n).expand(b, -1)
             for c, n, b in ((self, mine, batch), (other, theirs, other.ours[0].batch_size))
         ]
-        self._extend(other, batch)
+        for layer, source in zip(self.ours, other.ours):
+            if layer.store is None:
+                layer.make_store(source.store.dtype, source.store.device)
+        padded = 0 if all(bool(c.all()) for c in columns) else sum(c.numel() for c in columns)
+        self.budget.ensure(lambda: padded + sum(x.store.extend_bytes(y.store) for x, y in zip(self.ours, other.ours)))
         for i in self.hosts:
             if batch:
                 host_layers.join(self.layers[i], other.layers[i], i)
             else:
                 self.layers[i] = deepcopy(other.layers[i])
-        for layer in self.ours:
+        for layer, source in zip(self.ours, other.ours):
+            layer.store.extend(source.store)
             layer.seen = seen
         self.padding.keep(torch.cat(columns))
-
-    def _extend(self, other: "LaminaCache", batch: int) -> None:
-        """Add another cache's pages to every packed layer, or to none."""
-        done: list[LaminaLayer] = []
-        try:
-            for layer, source in zip(self.ours, other.ours):
-                if layer.store is None:
-                    layer.make_store(source.store.dtype, source.store.device)
-                layer.store.extend(source.store)
-                done.append(layer)
-        except MemoryBudgetError:
-            for layer in done:
-                layer.store.select(list(range(batch)))
-            raise
 
     def _check_other(self, other: "LaminaCache") -> None:
         if other is self or type(other) is not type(self) or other.ours[0].store is None:
@@ -346,6 +338,8 @@ class LaminaCache(Cache):
         if not isinstance(snapshot, Snapshot) or snapshot.cache() is not self or snapshot.released:
             raise CacheStateError("this snapshot was released, or is of another cache; take one with cache.snapshot()")
         self.collect()
+        stored = [(layer.store, taken) for layer, taken in zip(self.ours, snapshot.stores) if layer.store is not None]
+        self.budget.ensure(lambda: sum(store.replace_bytes(taken) for store, taken in stored))
         self.running = False
         for layer, taken in zip(self.ours, snapshot.stores):
             layer.pending = 0
@@ -436,6 +430,34 @@ class LaminaCache(Cache):
                 "take a new cache"
             )
 
+    def make_room(self, real: Tensor | None, batch: int, tokens: int) -> None:
+        """Find room for a chunk in all layers, so that what does not fit is stored in none of them."""
+        before = self.seen - tokens
+        counts = [tokens] * batch if real is None else real.sum(1).tolist()
+
+        def need() -> int:
+            grown = self.padding.growth(real, batch, before, tokens)
+            return grown + sum(store.append_bytes(counts) for store in self.stores if store.sequences)
+
+        self.budget.ensure(need)
+
+    def check_positions(self, position_ids: Any, real: Tensor | None) -> None:
+        """Raise CacheStateError if a chunk's positions say that the cache has read its tokens already."""
+        if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or not self.lengths:
+            return
+        positions = position_ids.cpu().expand(len(self.lengths), -1)
+        kept = torch.ones_like(positions, dtype=torch.bool) if real is None else real
+        for b, (length, row) in enumerate(zip(self.lengths, positions)):
+            n = int(kept[b].sum())
+            last = int(row[kept[b]].max()) if n else length - 1
+            if last < length + n - 1:
+                raise CacheStateError(
+                    f"sequence {b} holds {length} tokens, and this call adds {n} that end at position {last}, not at "
+                    f"{length + n - 1}: it reads tokens again that the cache holds, as assisted and prompt-lookup "
+                    "decoding do on a cache that is not empty; give the new tokens alone with their position_ids, "
+                    "decode without a draft, or start with an empty cache"
+                )
+
     def finished(self, index: int) -> None:
         """Layer ``index`` has attended; with the last one the call is whole."""
         if index == self.ours[-1].index:
@@ -468,8 +490,7 @@ class LaminaCache(Cache):
         for store in self.stores:
             for kind, n_bytes in store.memory().items():
                 total[kind] += n_bytes
-        if self.padding.columns is not None:
-            total["page_tables"] += self.padding.columns.untyped_storage().nbytes()
+        total["page_tables"] += self.padding.n_bytes
         if self.hosts:
             total["host_layers"] = sum(host_layers.n_bytes(self.layers[i]) for i in self.hosts)
         return total

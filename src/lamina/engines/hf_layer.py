@@ -101,6 +101,10 @@ class LaminaLayer(CacheLayerMixin):
         real = padding.step(mask, batch, before, tokens)
         control: LiveControl | None = None
         if self.pending:
+            if self.index == self.cache.ours[0].index:
+                if tokens > 1:
+                    self.cache.check_positions(kwargs.get("position_ids"), real)
+                self.cache.make_room(real, batch, tokens)
             self.store.append(key, value, real)
             self.pending = 0
             padding.grow(real, batch, before, tokens)
@@ -161,11 +165,6 @@ class LaminaLayer(CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length
-
-    def prepare_crop(self, target: int) -> None:
-        """Find room for the pages that cropping to ``target`` columns has to copy."""
-        if self.store is not None and target < self.seen:
-            self.store.prepare_crop(self.cache.padding.lengths(self.batch_size, target))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns."""

@@ -4,10 +4,16 @@ import torch
 from torch import Tensor
 
 from lamina.errors import CacheStateError
+from lamina.pages import Budget
 
 
 class Padding:
     """Real tokens and padding of everything a cache has been given.
+
+    Parameters
+    ----------
+    budget : Budget
+        Where the bytes are accounted.
 
     Attributes
     ----------
@@ -15,8 +21,28 @@ class Padding:
         bool ``[B, tokens seen]``, False where a row was padded; None while nothing ever was.
     """
 
-    def __init__(self) -> None:
-        self.columns: Tensor | None = None
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._columns: Tensor | None = None
+
+    @property
+    def columns(self) -> Tensor | None:
+        return self._columns
+
+    @columns.setter
+    def columns(self, columns: Tensor | None) -> None:
+        before = self.n_bytes
+        self._columns = columns
+        self.budget.used += self.n_bytes - before
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the columns."""
+        return self._columns.untyped_storage().nbytes() if self._columns is not None else 0
+
+    def growth(self, real: Tensor | None, batch: int, before: int, tokens: int) -> int:
+        """Bytes that :meth:`grow` adds."""
+        return batch * (before + tokens) - self.n_bytes if real is not None or self.columns is not None else 0
 
     def step(self, mask: Tensor | None, batch: int, before: int, tokens: int) -> Tensor | None:
         """Real tokens of a chunk, bool ``[B, T]`` on the CPU; None if all are.
@@ -78,7 +104,7 @@ class Padding:
 
     def crop(self, seen: int) -> None:
         """Forget all columns from ``seen`` on."""
-        self.keep(None if self.columns is None else self.columns[:, :seen])
+        self.keep(None if self.columns is None else self.columns[:, :seen].clone())
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order."""

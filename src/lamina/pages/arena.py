@@ -7,6 +7,7 @@ from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import Budget, Field, Pool
 from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row
+from lamina.pages.witness import witness_row
 
 USERS, HOLDERS, WITNESS = 0, 1, 2
 """Columns of the counts: sequences that a page belongs to, those of them that still need its exact rows, and 1 plus the
@@ -70,10 +71,14 @@ class Arena:
 
     def reserve(self, pages: int, slabs: int, exact: int, other: int = 0, witness: int = 0) -> None:
         """Make sure that so many slots can be handed out, and that ``other`` bytes fit the budget besides."""
-        needs = ((self.pages, pages), (self.slabs, slabs), (self.exact, exact), (self.witness, witness))
-        self.budget.ensure(lambda: sum(pool.missing_bytes(n) for pool, n in needs) + other)
-        for pool, n in needs:
+        self.budget.ensure(lambda: self.missing_bytes(pages, slabs, exact, other, witness))
+        for pool, n in zip(self.pools, (pages, slabs, exact, witness)):
             pool.reserve(n)
+
+    def missing_bytes(self, pages: int, slabs: int, exact: int, other: int = 0, witness: int = 0) -> int:
+        """Bytes that :meth:`reserve` would allocate now, ``other`` included."""
+        counts = (pages, slabs, exact, witness)
+        return sum(pool.missing_bytes(n) for pool, n in zip(self.pools, counts)) + other
 
     def open(self, start: int, *, exact: bool, held: bool) -> int:
         """An empty open page for one sequence, from reserved slots."""
@@ -120,11 +125,6 @@ class Arena:
         self.drop_witnesses(_ids([page]))
         self.table[page, TIER : TIER + 2] = 0
 
-    def copy_slots(self, page: int) -> tuple[int, int]:
-        """Slabs and exact slots that :meth:`copy` of a page takes."""
-        row = self.table[page].tolist()
-        return (0, 1) if row[EXACT] >= 0 else (sum(slot >= 0 for slot in row[FINE:EXACT]), 0)
-
     def copy(self, page: int, rows: int, *, held: bool) -> int:
         """Copy the first ``rows`` rows of a page for one sequence, as an open page if its exact rows are there."""
         row = self.table[page].tolist()
@@ -140,6 +140,9 @@ class Arena:
                     slot = self.slabs.allocate()
                     self.slabs.data[0][slot] = self.slabs.data[0][row[column]]
                     self.table[new, column] = slot
+            slot = int(self.counts[page, WITNESS]) - 1
+            if slot >= 0 and (witness_row(row[START]) or 0) < rows:
+                self.keep_witness(new, *self.witness.data[0][slot])
         self.table[new, ROWS] = rows
         return new
 
@@ -161,16 +164,14 @@ class Arena:
 
     def let_go(self, held: list[int]) -> None:
         """Count one holder less of every page in ``held``; exact rows of pages without holders are released."""
-        self.counts[_ids(held), HOLDERS] -= 1
-        self.drop_unheld(held)
-
-    def drop_unheld(self, pages: list[int]) -> None:
-        """Release the exact rows of those pages that have no holders."""
-        ids = _ids(pages)
+        ids = _ids(held)
+        self.counts[ids, HOLDERS] -= 1
         self._release_exact(ids[self.counts[ids, HOLDERS] == 0])
 
-    def take_in(self, other: "Arena", pages: list[int]) -> dict[int, int]:
+    def take_in(self, other: "Arena", pages: list[int], exact: list[int]) -> dict[int, int]:
         """Copy pages of another arena of the same layout, from reserved slots; users and holders start at 0.
+
+        Exact rows come along with the pages ``exact`` alone.
 
         Returns
         -------
@@ -182,6 +183,8 @@ class Arena:
         for mine, theirs in zip(self.pages.data[:3], other.pages.data[:3]):
             mine[ids] = theirs[there].to(mine.device)
         self.counts[ids] = 0
+        kept = set(exact)
+        self.table[ids[[p not in kept for p in pages]], EXACT] = -1
         for pool, source, columns in (
             (self.slabs, other.slabs, range(FINE, EXACT)),
             (self.exact, other.exact, range(EXACT, EXACT + 1)),

@@ -81,7 +81,9 @@ class Pool:
     """
 
     def __init__(self, budget: Budget, *fields: Field) -> None:
-        self.data = [torch.empty((0, *f.shape), dtype=f.dtype, device=f.device) for f in fields]
+        # Storage outlives the call that makes it, which may run in inference mode.
+        with torch.inference_mode(False):
+            self.data = [torch.empty((0, *f.shape), dtype=f.dtype, device=f.device) for f in fields]
         self.fields = fields
         self.slot_bytes = sum(f.n_bytes for f in fields)
         self.budget = budget
@@ -143,7 +145,8 @@ class Pool:
     def _resize(self, n: int) -> None:
         before = self.n_bytes
         for i, (field, old) in enumerate(zip(self.fields, self.data)):
-            new = (old.new_zeros if field.zeroed else old.new_empty)((n, *old.shape[1:]))
+            with torch.inference_mode(False):
+                new = (old.new_zeros if field.zeroed else old.new_empty)((n, *old.shape[1:]))
             kept = min(n, old.shape[0])
             new[:kept] = old[:kept]
             self.data[i] = new

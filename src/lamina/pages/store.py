@@ -138,7 +138,7 @@ class LayerStore:
             self.sequences = [Sequence() for _ in rows]
         self.settle()
         bits = self.tiers()
-        self._make_room([k_row.shape[1] for k_row, _ in rows], bits)
+        self.arena.reserve(*self._append_slots([k_row.shape[1] for k_row, _ in rows], bits))
         closed: list[tuple[int, Tensor, Tensor]] = []
         for sequence, (k_row, v_row) in zip(self.sequences, rows):
             self._append_one(sequence, k_row, v_row, closed)
@@ -166,27 +166,32 @@ class LayerStore:
         for sequence, length in zip(self.sequences, lengths, strict=True):
             if not 0 <= length <= sequence.length:
                 raise CacheStateError(f"{self.name}: cannot crop {sequence.length} tokens to {length}")
-        self.prepare_crop(lengths)
+        self.arena.reserve(*self._crop_slots(lengths))
         for sequence, length in zip(self.sequences, lengths):
             if length < sequence.length:
                 self._crop_one(sequence, length)
         self._loosen()
 
-    def prepare_crop(self, lengths: list[int]) -> None:
-        """Reserve what cropping to these lengths takes: a copy of every shared page that is cut."""
-        pages = slabs = exact = 0
-        for sequence, length in zip(self.sequences, lengths, strict=True):
-            last = next((p for p in reversed(sequence.pages) if self.arena.cell(p, START) < length), None)
-            if length < sequence.length and last is not None and self.arena.users(last) > 1:
-                more = self.arena.copy_slots(last)
-                pages, slabs, exact = pages + 1, slabs + more[0], exact + more[1]
-        if pages:
-            self.arena.reserve(pages, slabs, exact)
+    def append_bytes(self, tokens: list[int]) -> int:
+        """Bytes that appending ``tokens[b]`` rows to each sequence would allocate now."""
+        return self.arena.missing_bytes(*self._append_slots(tokens, self.tiers()))
+
+    def extend_bytes(self, other: "LayerStore") -> int:
+        """Bytes that :meth:`extend` would allocate now."""
+        return self.arena.missing_bytes(*self._extend_slots(other))
+
+    def replace_bytes(self, sequences: list[Sequence]) -> int:
+        """Bytes that a batch of these sequences would add: its page ids."""
+        return self._id_bytes([len(s.pages) for s in sequences])
+
+    def crop_bytes(self, lengths: list[int]) -> int:
+        """Bytes that :meth:`crop` would allocate now, for copies of pages that others use too."""
+        return self.arena.missing_bytes(*self._crop_slots(lengths))
 
     def select(self, indices: list[int]) -> None:
         """Make the batch of the sequences ``indices``, in this order; pages are shared until they differ."""
-        chosen = [self.sequences[i].copy() for i in indices]
-        self._replace(chosen)
+        self.budget.ensure(lambda: self.replace_bytes([self.sequences[i] for i in indices]))
+        self._replace([self.sequences[i].copy() for i in indices])
 
     def snapshot(self) -> Snapshot:
         """Remember all sequences as they are now; costs no bytes until they change."""
@@ -198,6 +203,7 @@ class LayerStore:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot, which stays usable."""
+        self.budget.ensure(lambda: self.replace_bytes(snapshot))
         self._replace([s.copy() for s in snapshot])
 
     def forget(self, snapshot: Snapshot) -> None:
@@ -210,15 +216,12 @@ class LayerStore:
     def extend(self, other: "LayerStore") -> None:
         """Add copies of another store's sequences to the batch."""
         pages = list(dict.fromkeys(p for s in other.sequences for p in s.pages))
-        slabs, exact, witness = other.arena.slots_of(pages)
-        self.arena.reserve(len(pages), slabs, exact, 4 * sum(len(s.pages) for s in other.sequences), witness)
-        here = self.arena.take_in(other.arena, pages)
+        self.arena.reserve(*self._extend_slots(other))
+        here = self.arena.take_in(other.arena, pages, self._exact_of(other, pages))
         for s in other.sequences:
             added = Sequence([here[p] for p in s.pages], [here[p] for p in s.held], s.length)
             self.arena.retain(added.pages, added.held)
             self.sequences.append(added)
-        # Rows that only a snapshot over there held are none of theirs.
-        self.arena.drop_unheld([p for p in here.values() if self.arena.cell(p, START) >= self.window.sink])
         self._page_ids = None
         self._loosen()
 
@@ -348,9 +351,14 @@ class LayerStore:
                         "or Inf; the model's weights or inputs are damaged, or its dtype overflows (try bfloat16)"
                     )
 
-    def _make_room(self, tokens: list[int], bits: tuple[int, int]) -> None:
-        """Reserve every slot that appending ``tokens[b]`` rows to each sequence can take."""
-        pages = exact = closing = width = 0
+    def _id_bytes(self, pages: list[int]) -> int:
+        """Bytes that the table of page ids grows by if the sequences have so many pages each."""
+        return max(0, 4 * len(pages) * max(pages, default=0) - self._page_id_bytes)
+
+    def _append_slots(self, tokens: list[int], bits: tuple[int, int]) -> tuple[int, int, int, int, int]:
+        """Slots that appending ``tokens[b]`` rows to each sequence can take, as :meth:`Arena.reserve` counts them."""
+        pages = exact = closing = 0
+        widths = []
         shared: Counter[int] = Counter()
         for s, n in zip(self.sequences, tokens):
             page = self._open_page(s)
@@ -360,13 +368,39 @@ class LayerStore:
             pages += len(starts)
             exact += sum(self._keeps_exact(start, s.length + n) for start in starts)
             closing += (rows + n) // PAGE_TOKENS
-            width = max(width, len(s.pages) + len(starts))
+            widths.append(len(s.pages) + len(starts))
             if page is not None and n:
                 shared[page] += 1
         copies = sum(min(n, self.arena.users(page) - 1) for page, n in shared.items())
         slabs = closing * sum(SLABS_OF_BITS[b] - 1 for b in bits)
-        id_bytes = max(0, 4 * width * len(self.sequences) - self._page_id_bytes)
-        self.arena.reserve(pages + copies, slabs, exact + copies, id_bytes, closing * self.keeps_witnesses)
+        return pages + copies, slabs, exact + copies, self._id_bytes(widths), closing * self.keeps_witnesses
+
+    def _extend_slots(self, other: "LayerStore") -> tuple[int, int, int, int, int]:
+        """Slots that adding another store's sequences takes."""
+        pages = list({p for s in other.sequences for p in s.pages})
+        slabs, _, witness = other.arena.slots_of(pages)
+        ids = self._id_bytes([len(s.pages) for s in [*self.sequences, *other.sequences]])
+        return len(pages), slabs, len(self._exact_of(other, pages)), ids, witness
+
+    def _exact_of(self, other: "LayerStore", pages: list[int]) -> list[int]:
+        """Those of another store's pages whose exact rows its sequences need, and not just a snapshot over there."""
+        held = {p for s in other.sequences for p in s.held}
+        return [p for p in pages if p in held or other.arena.cell(p, START) < self.window.sink]
+
+    def _crop_slots(self, lengths: list[int]) -> tuple[int, int, int, int, int]:
+        """Slots that cropping can take: a copy of every page that is cut and that others use too."""
+        cut: Counter[int] = Counter()
+        for s, length in zip(self.sequences, lengths, strict=True):
+            starts = self.arena.table[s.pages, START].tolist() if 0 < length < s.length else []
+            cut.update([p for p, start in zip(s.pages, starts) if start < length][-1:])
+        pages = slabs = exact = witness = 0
+        for page, n in cut.items():
+            n = min(n, self.arena.users(page) - 1)
+            has_slabs, has_exact, has_witness = self.arena.slots_of([page])
+            pages, exact = pages + n, exact + n * has_exact
+            if not has_exact:
+                slabs, witness = slabs + n * has_slabs, witness + n * has_witness
+        return pages, slabs, exact, 0, witness
 
     def _keeps_exact(self, start: int, length: int) -> bool:
         """Whether a page keeps its exact rows while the next query is at position ``length``."""
