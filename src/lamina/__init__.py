@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lamina.codec import CodecConfig as CodecConfig
     from lamina.control.config import ControllerConfig as ControllerConfig
     from lamina.control.state import Controller as Controller
+    from lamina.control.trace import Trace as Trace
     from lamina.engines.hf import LaminaCache as LaminaCache
     from lamina.pages import WindowConfig as WindowConfig
 
@@ -33,6 +34,7 @@ _EXPORTS = {
     "ControllerConfig": "lamina.control.config",
     "LaminaCache": "lamina.engines.hf",
     "Profile": "lamina.basis.profile",
+    "Trace": "lamina.control.trace",
     "WindowConfig": "lamina.pages",
     "absorb_value_basis": "lamina.basis.absorb",
     "calibrate": "lamina.basis.calibrate",

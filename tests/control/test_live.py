@@ -38,7 +38,7 @@ def run(controller: Any, n: int = 500, batch: int = 1, **kwargs: Any) -> tuple[L
     cache = cache_of(model, controller, **kwargs)
     heard: list[Firing] = []
     assert cache.control is not None
-    cache.control.listeners.append(heard.append)
+    cache.control.on_firing = heard.append
     logits_of(model, ids[:, :400], **cache_kwarg(model, cache))
     return cache, heard, decode(model, cache, ids, 400)
 
@@ -108,7 +108,7 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_were_not(tmp_path: Path) -> 
     controller.load(state)
     again = LaminaCache.load(tmp_path / "cache", model, profile_of("Llama"), controller=controller)
     assert again.control is not None
-    again.control.listeners.append(before.append)
+    again.control.on_firing = before.append
     rest = decode(model, again, tokens(1, 600), 500)
     assert torch.equal(torch.cat([first, rest], 1), logits)
     assert [f.tiers for f in before] == [f.tiers for f in heard]
@@ -131,7 +131,7 @@ def test_dummy_rows_and_short_sequences_feed_nothing() -> None:
     cache = cache_of(model, ControllerConfig(rate=1.0))
     heard: list[Firing] = []
     assert cache.control is not None
-    cache.control.listeners.append(heard.append)
+    cache.control.on_firing = heard.append
     ids = tokens(1, 150)
     logits_of(model, ids[:, :100], **cache_kwarg(model, cache))
     decode(model, cache, ids, 100)
@@ -145,7 +145,7 @@ def test_dummy_rows_and_short_sequences_feed_nothing() -> None:
 def run_with(model: Any) -> tuple[LaminaCache, list[Firing], Tensor]:
     cache, heard, ids = cache_of(model, ControllerConfig(rate=1.0)), [], tokens(1, 430)
     assert cache.control is not None
-    cache.control.listeners.append(heard.append)
+    cache.control.on_firing = heard.append
     logits_of(model, ids[:, :400], **cache_kwarg(model, cache))
     return cache, heard, decode(model, cache, ids, 400)
 

@@ -16,6 +16,8 @@ from lamina.control.state import Controller, Firing
 from lamina.pages import LayerStore
 
 RING_TOKENS = 64
+DECODE_TOKENS = 8
+"""Query tokens up to which a call counts as decoding, drafts included; longer ones are prompts."""
 FEWEST_WITNESSES = 4
 
 
@@ -28,14 +30,22 @@ class LiveControl:
         May be shared by caches that follow each other: its state persists across requests.
     layers : list of int
         The packed layers, in the order in which they run.
+
+    Attributes
+    ----------
+    decode_tokens : int
+        Query tokens up to which a call counts as that many decode steps.
+    on_firing : callable, optional
+        Called with every decision.
     """
 
     def __init__(self, controller: Controller, layers: list[int]) -> None:
         self.controller = controller
         self.layers = layers
+        self.decode_tokens = DECODE_TOKENS
         self.firing = False
         self.signals: dict[int, Signals] = {}
-        self.listeners: list[Callable[[Firing], Any]] = []
+        self.on_firing: Callable[[Firing], Any] | None = None
 
     def attended(
         self, index: int, query: Tensor, store: LayerStore, encoder: PageEncoder, basis: ReadBasis,
@@ -54,7 +64,7 @@ class LiveControl:
         """
         if index == self.layers[0]:
             self.signals = {}
-            self.firing = self.controller.fires()
+            self.firing = self.controller.fires(query.shape[2])
         if self.firing:
             found = [self._one(query[b, :, -1], b, store, encoder, basis, result) for b in range(len(query))]
             kept = [s for s in found if s is not None]
@@ -65,9 +75,8 @@ class LiveControl:
         if index == self.layers[-1] and self.firing:
             self.firing = False
             firing = self.controller.decide(self.signals, max(s.length for s in store.sequences))
-            if firing is not None:
-                for listener in self.listeners:
-                    listener(firing)
+            if firing is not None and self.on_firing is not None:
+                self.on_firing(firing)
 
     def _one(
         self, q: Tensor, b: int, store: LayerStore, encoder: PageEncoder, basis: ReadBasis, result: AttentionOutput

@@ -110,13 +110,13 @@ class Controller:
         """Average tier over layers and sides, weighted by size."""
         return sum((k + v) * size for (k, v), size in zip(self.tiers, self.sizes)) / (2 * sum(self.sizes))
 
-    def fires(self) -> bool:
-        """Count one decode step; whether signals should be taken in it."""
-        self.step += 1
+    def fires(self, tokens: int = 1) -> bool:
+        """Count ``tokens`` decode steps that are done in one call; whether signals should be taken in it."""
+        before, self.step = self.step, self.step + tokens
         if self.config.schedule == Schedule.PERIODIC:
-            due = int(self.step * self.config.rate) > int((self.step - 1) * self.config.rate)
+            due = int(self.step * self.config.rate) > int(before * self.config.rate)
         else:
-            due = self.random.random() < self.config.rate
+            due = sum(self.random.random() < self.config.rate for _ in range(tokens)) > 0
         return due and not self.frozen
 
     def decide(self, signals: Mapping[int, Signals], context: int) -> Firing | None:

@@ -4,8 +4,9 @@ import inspect
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,13 @@ class LaminaCache(Cache):
         weak = weakref.proxy(self)
         self.control = LiveControl(self.controller, list(self.geometry.packed)) if self.controller else None
         self.pager = attach_pager(self.budget, lambda: weak.stores)
+        self.listeners: list[Callable[[dict[str, Any]], Any]] = []
+        self.pager.on_shed = lambda name, start, side, bits, loss: weak.emit(
+            "shed", layer=int(name.split()[-1]), start=start, side="kv"[side], bits=bits, loss=loss
+        )
+        if self.control is not None:
+            self.control.on_firing = lambda firing: weak.emit("firing", **asdict(firing))
+        self.changed = False
 
     @property
     def stores(self) -> list[Any]:
@@ -462,6 +470,19 @@ class LaminaCache(Cache):
         """Layer ``index`` has attended; with the last one the call is whole."""
         if index == self.ours[-1].index:
             self.running = False
+            if self.changed:
+                self.changed = False
+                memory, bits = self.memory(), self.bits()
+                self.emit(
+                    "memory", tokens=max(self.lengths), bytes=sum(memory.values()), kinds=memory,
+                    bits_history=bits["history"], bits_at_context=bits["context"], planes_shed=self.pager.planes_shed,
+                )  # fmt: skip
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Tell the listeners what happened, see docs/trace.md."""
+        self.changed = bool(self.listeners) and event != "memory"
+        for listener in self.listeners:
+            listener({"event": event, **fields})
 
     def check_whole(self) -> None:
         """Raise CacheStateError unless all packed layers hold the same tokens."""

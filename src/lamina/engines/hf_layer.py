@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 ATTENTION = "lamina"
 HANDLE = "lamina_layer"
-DECODE_TOKENS = 8
-"""Query tokens up to which a call counts as a decode step of the controller."""
 
 
 class LaminaLayer(CacheLayerMixin):
@@ -74,6 +72,7 @@ class LaminaLayer(CacheLayerMixin):
             centered=cache.codec.center,
             witnesses=cache.keeps_witnesses,
             name=f"layer {i}",
+            on_close=lambda starts, bits: cache.emit("closed", layer=i, starts=starts, tier=list(bits)),
         )
         self.basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
         self.is_initialized = True
@@ -108,7 +107,7 @@ class LaminaLayer(CacheLayerMixin):
             self.store.append(key, value, real)
             self.pending = 0
             padding.grow(real, batch, before, tokens)
-            control = self.cache.control if real is None and tokens <= DECODE_TOKENS else None
+            control = self.cache.control if real is None else None
         if max(padding.lengths(batch, before)) == 0:
             # Real tokens attend to this chunk alone, which is the model's own attention; what came before is padding.
             own = mask if mask is None else mask[..., before:]
@@ -119,7 +118,7 @@ class LaminaLayer(CacheLayerMixin):
         if real is None:
             result = self.read(query, basis, (key, value), None)
             out = result.out
-            if control is not None:
+            if control is not None and tokens <= control.decode_tokens:
                 control.attended(self.index, query, self.store, self.store.encoder, basis, result)
         else:
             out = query.new_zeros(batch, tokens, query.shape[1], value.shape[-1])

@@ -15,11 +15,15 @@ class Pager:
     ----------
     planes_shed : int
         Planes dropped so far.
+    on_shed : callable, optional
+        Called with the store's name, the page's first position, the side (0 is K), the bits that are left, and the
+        predicted loss, for every plane that is dropped.
     """
 
     def __init__(self, stores: Callable[[], list[LayerStore]]) -> None:
         self.stores = stores
         self.planes_shed = 0
+        self.on_shed: Callable[[str, int, int, int, float], None] | None = None
 
     def reclaim(self, short: int) -> None:
         """Free at least ``short`` bytes if dropping planes can; least loss first, then the oldest page."""
@@ -34,10 +38,12 @@ class Pager:
             ]
             heapq.heapify(queue)
         while spare < short and queue:
-            _, _, i, page, side = heapq.heappop(queue)
+            loss, start, i, page, side = heapq.heappop(queue)
             spare += stores[i].arena.shed(page, side)
             self.planes_shed += 1
             left = stores[i].arena.shed_candidate(page, side)
+            if self.on_shed is not None:
+                self.on_shed(stores[i].name, start, side, 4 if left is not None else 2, loss)
             if left is not None:
                 heapq.heappush(queue, (left[0], left[1], i, page, side))
         for store in stores:

@@ -72,6 +72,8 @@ class LayerStore:
         Whether some closed pages keep an exact row, see :mod:`lamina.pages.witness`.
     name : str
         Named in errors.
+    on_close : callable, optional
+        Called with the first positions of pages that were closed, and their bits.
     """
 
     def __init__(
@@ -88,11 +90,12 @@ class LayerStore:
         centered: bool = True,
         witnesses: bool = False,
         name: str = "layer",
+        on_close: Callable[[list[int], tuple[int, int]], None] | None = None,
     ) -> None:
         self.layout = RecordLayout(n_heads, head_dim, centered)
         self.arena = Arena(self.layout, dtype, device, budget)
         self.window, self.encoder, self.tiers, self.budget, self.name = window, encoder, tiers, budget, name
-        self.keeps_witnesses = witnesses
+        self.keeps_witnesses, self.on_close = witnesses, on_close
         self.sequences: list[Sequence] = []
         self.snapshots: list[Snapshot] = []
         self._page_ids: Tensor | None = None
@@ -144,6 +147,8 @@ class LayerStore:
             self._append_one(sequence, k_row, v_row, closed)
         for i in range(0, len(closed), ENCODE_BATCH):
             self._close(closed[i : i + ENCODE_BATCH], bits)
+        if closed and self.on_close is not None:
+            self.on_close([self.arena.cell(page, START) for page, _, _ in closed], bits)
 
     def settle(self) -> None:
         """Release the exact rows that no later query, nor a roll-back, can read."""
