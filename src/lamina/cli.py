@@ -108,6 +108,61 @@ def calibrate(
 
 
 @app.command()
+def tune(
+    model: Model,
+    profile: ProfileFile,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the tuned profile is written.")],
+    max_kl: Annotated[
+        float | None, typer.Option(help="Goal: mean KL of the next token to stay within, in nats, such as 0.01.")
+    ] = None,
+    target_bits: Annotated[float | None, typer.Option(help="Goal: average bits to spend, 2 to 8.")] = None,
+    policy: Annotated[str, typer.Option(help="With --max-kl: threshold, hysteresis or vote.")] = "threshold",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to tune on, not that of the calibration; the KL is kept on each of several."),
+    ] = None,
+    field: Field = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens in all, at least one sequence of each text.")] = 2048,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 1024,
+    remeasure: Annotated[
+        bool, typer.Option("--remeasure", help="Measure the layers' weights even if the profile has some.")
+    ] = False,
+    sink: Sink = 64,
+    recent: Recent = 256,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Find controller settings that meet a goal, and write them into a profile."""
+    from lamina.app.screen import Screen
+    from lamina.app.tables import tuning_table
+    from lamina.app.tune import TuneRequest, run_tuning
+
+    screen = Screen()
+    request = TuneRequest(
+        model=model,
+        profile=profile,
+        output=output,
+        max_kl=max_kl,
+        target_bits=target_bits,
+        policy=policy,
+        data=tuple(data or ["default"]),
+        field=field,
+        tokens=tokens,
+        seq_len=seq_len,
+        remeasure=remeasure,
+        sink=sink,
+        recent=recent,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    report = run_tuning(request, screen)
+    screen.publish(report.as_json(), json, tuning_table(report))
+
+
+@app.command()
 def generate(
     model: Model,
     profile: ProfileFile,
@@ -120,6 +175,12 @@ def generate(
     max_bytes: Annotated[
         str | None, typer.Option(help="Bound on the cache, such as 512M or 2G; planes are shed to stay below it.")
     ] = None,
+    live: Annotated[
+        bool | None,
+        typer.Option("--live/--fixed", help="Decide tiers while running; if the profile is tuned, unless told."),
+    ] = None,
+    target_bits: Annotated[float | None, typer.Option(help="Live, with so many bits on average, 2 to 8.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="JSONL file for what the cache decides, closes and drops.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Share of the probability to sample from.")] = 1.0,
     seed: Seed = 0,
@@ -145,6 +206,9 @@ def generate(
         sink=sink,
         recent=recent,
         max_bytes=max_bytes,
+        live=live,
+        target_bits=target_bits,
+        trace=trace,
         sampling=Sampling(temperature, top_p, seed),
         chat=chat,
         dtype=dtype,

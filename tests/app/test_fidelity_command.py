@@ -8,6 +8,7 @@ from lamina.basis.profile import Profile
 from lamina.basis.text import digest
 
 KEYS = {
+    "tier_mean",
     *("name", "bits_history", "bits_at_context", "kl_mean", "kl_median", "kl_p99", "top1", "ppl"),
     *("kv_bytes", "kv_bytes_bf16", "simulated"),
 }
@@ -31,6 +32,7 @@ def test_json_on_stdout(tiny, fidelity, text_file):
     assert [arm["name"] for arm in report["arms"]] == ["bf16", "lamina-int2", "kivi-int2"]
     assert all(set(arm) == KEYS for arm in report["arms"])
     assert [arm["simulated"] for arm in report["arms"]] == [False, False, True]
+    assert [arm["tier_mean"] for arm in report["arms"]] == [16, 2, 2]
     bf16, lamina, _ = report["arms"]
     assert bf16["kl_mean"] < lamina["kl_mean"]
     assert 2 < lamina["bits_history"] < 5

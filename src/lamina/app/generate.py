@@ -14,10 +14,14 @@ from transformers import Cache, PreTrainedTokenizerBase
 from transformers.generation.streamers import TextStreamer
 
 from lamina.app.loading import LoadedModel, load_model
+from lamina.app.output import check_output
 from lamina.app.screen import Screen
 from lamina.app.speed import UNTIMED_STEPS
 from lamina.app.values import format_bytes, parse_bytes, parse_tier
 from lamina.basis.profile import Profile
+from lamina.codec import TIERS
+from lamina.control.config import ControllerConfig, Policy
+from lamina.control.trace import Trace
 from lamina.engines.hf import LaminaCache, cache_kwarg
 from lamina.errors import ConfigError, DataError
 from lamina.pages import WindowConfig
@@ -60,6 +64,9 @@ class GenerationRequest:
     sink: int = 64
     recent: int = 256
     max_bytes: str | None = None
+    live: bool | None = None
+    target_bits: float | None = None
+    trace: Path | None = None
     sampling: Sampling = Sampling()
     chat: bool | None = None
     dtype: str = "auto"
@@ -88,6 +95,8 @@ class GenerationReport:
     tokens_per_second: float | None
     bits_history: float
     bits_at_context: float
+    tier_mean: float
+    firings: int
     kv_bytes: int
     kv_bytes_bf16: int
     planes_shed: int
@@ -101,8 +110,9 @@ class GenerationReport:
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tok/s"
         packed = self.bits_history == self.bits_history
         history = f"{self.bits_history:.2f} bits in history" if packed else "no history yet"
+        live = f"{self.firings} firings, tiers {self.tier_mean:.2f} on average; " if self.firings else ""
         return (
-            f"{self.tokens} tokens{speed}; {history}, {self.bits_at_context:.2f} bits at this context; "
+            f"{self.tokens} tokens{speed}; {history}, {self.bits_at_context:.2f} bits at this context; {live}"
             f"KV cache {format_bytes(self.kv_bytes)} against {format_bytes(self.kv_bytes_bf16)} in bf16; "
             f"{self.planes_shed} planes shed"
         )
@@ -138,22 +148,52 @@ def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool =
     max_bytes = None if request.max_bytes is None else parse_bytes(request.max_bytes, "--max-bytes")
     window = WindowConfig(sink=request.sink, recent=request.recent)
     profile = Profile.load(request.profile)
+    settings = controller_settings(request, profile)
+    if request.trace is not None:
+        check_output(request.trace, "--trace", "run.jsonl")
     loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device, profile=profile)
     ids = encode_prompt(loaded, prompt, chat=request.chat)
     check_room(loaded, ids, request.max_new_tokens)
-    cache = LaminaCache(loaded.model, profile, tiers=tiers, window=window, max_bytes=max_bytes)
-    done = generate_text(
-        loaded,
-        ids,
-        cache,
-        max_new_tokens=request.max_new_tokens,
-        sampling=request.sampling,
-        on_text=screen.write if stream else None,
-        screen=screen,
-    )
+    cache = LaminaCache(loaded.model, profile, tiers=tiers, window=window, max_bytes=max_bytes, controller=settings)
+    firings: list[Any] = []
+    cache.listeners.append(lambda event: firings.append(event) if event["event"] == "firing" else None)
+    with ExitStack() as watching:
+        if request.trace is not None:
+            watching.enter_context(Trace(request.trace, cache))
+        done = generate_text(
+            loaded,
+            ids,
+            cache,
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            on_text=screen.write if stream else None,
+            screen=screen,
+        )
     if stream:
         screen.write("\n")
-    return report_on(done, cache, loaded)
+    return report_on(done, cache, loaded, len(firings))
+
+
+def controller_settings(request: GenerationRequest, profile: Profile) -> ControllerConfig | None:
+    """Settings of the live controller, None for fixed tiers; ConfigError for options that exclude each other."""
+    live = request.live
+    if live is None:
+        live = request.target_bits is not None or (profile.tuning is not None and request.tier is None)
+    if not live:
+        if request.target_bits is not None:
+            raise ConfigError("--target-bits needs the live controller; leave out --fixed")
+        return None
+    if request.tier is not None:
+        raise ConfigError(f"--tier {request.tier} fixes the tiers, --live decides them; leave one out")
+    if request.target_bits is not None:
+        if not TIERS[0] <= request.target_bits <= TIERS[-1]:
+            raise ConfigError(f"--target-bits {request.target_bits:g} must be between {TIERS[0]} and {TIERS[-1]}")
+        return ControllerConfig(policy=Policy.ALLOCATE, target_bits=request.target_bits)
+    if profile.tuning is None:
+        raise ConfigError(
+            f"{request.profile} has no controller settings; make some with `lamina tune`, or give --target-bits"
+        )
+    return profile.tuning.controller
 
 
 def generate_text(
@@ -197,7 +237,7 @@ def generate_text(
     )
 
 
-def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel) -> GenerationReport:
+def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel, firings: int = 0) -> GenerationReport:
     """Put a text and its cache's figures together."""
     bits = cache.bits()
     memory = cache.memory()
@@ -205,6 +245,8 @@ def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel) -> Gener
         **asdict(done),
         bits_history=bits["history"],
         bits_at_context=bits["context"],
+        tier_mean=cache.average_tier,
+        firings=firings,
         kv_bytes=sum(memory.values()),
         kv_bytes_bf16=2 * loaded.geometry.elements(cache.get_seq_length()) + memory.get("host_layers", 0),
         planes_shed=cache.pager.planes_shed,

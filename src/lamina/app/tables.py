@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lamina.app.doctor import Check
     from lamina.app.fidelity import FidelityReport
     from lamina.app.plan import Plan
+    from lamina.app.tune import TuneReport
 
 _BOX = box.SIMPLE_HEAD
 ENGINE_ROWS = ("bf16", "fp8")
@@ -32,6 +33,25 @@ def calibration_table(report: "CalibrationReport") -> Table:
             ("positions", report.positions),
             ("transform", report.transform),
             ("initial tier", report.tier),
+            ("time", f"{report.seconds:.1f} s"),
+        ]
+    )
+
+
+def tuning_table(report: "TuneReport") -> Table:
+    """What tuning found, one fact a row."""
+    c = report.controller
+    rule = f"{c.policy}, {c.target_bits:g} bits" if c.policy == "allocate" else f"{c.policy}, tau {c.tau0:.3g} nats"
+    bits = [b for pair in report.tiers for b in pair]
+    spread = ", ".join(f"{bits.count(b)} at {b} bits" for b in sorted(set(bits)))
+    return facts_table(
+        [
+            ("profile", report.profile),
+            ("model", report.model),
+            ("goal", report.goal),
+            ("controller", rule),
+            ("initial tiers", f"{sum(bits) / len(bits):.2f} bits on average: of {len(bits)} layer sides {spread}"),
+            *((f"on {name}", f"KL {_kl(r.kl_mean)} at {r.tier_mean:.2f} bits") for name, r in report.texts),
             ("time", f"{report.seconds:.1f} s"),
         ]
     )

@@ -13,6 +13,7 @@ from lamina import __version__
 from lamina.basis.geometry import ModelGeometry
 from lamina.basis.moments import Moments
 from lamina.basis.transforms import LayerTransform, check_condition, make_transform
+from lamina.control.tuning import Tuning
 from lamina.errors import ProfileError
 from lamina.tensor_file import UNREADABLE, read_tensors, write_tensors
 
@@ -98,6 +99,8 @@ class Profile:
         Whether V's basis was folded into the model's weights, see :func:`lamina.basis.absorb.absorb_value_basis`.
     info : dict
         Tokens, data digest, positions, package version.
+    tuning : Tuning or None
+        What ``lamina tune`` added.
 
     Examples
     --------
@@ -115,6 +118,7 @@ class Profile:
     tiers: list[tuple[int, int]]
     absorbed: bool = False
     info: dict[str, Any] = field(default_factory=dict)
+    tuning: Tuning | None = None
 
     @property
     def packed(self) -> dict[int, LayerProfile]:
@@ -144,6 +148,7 @@ class Profile:
             "tiers": self.tiers,
             "absorbed": self.absorbed,
             "info": self.info,
+            "tuning": None if self.tuning is None else self.tuning.as_json(),
         }
         tensors = {f"layers.{i}.{n}": t for i, layer in self.packed.items() for n, t in layer.tensors().items()}
         write_tensors(path, tensors, meta)
@@ -184,6 +189,7 @@ class Profile:
             [tuple(t) for t in meta["tiers"]],
             meta["absorbed"],
             meta["info"],
+            _tuning(path, meta.get("tuning"), sum(shape is not None for shape in shapes)),
         )
 
     def check_model(self, geometry: ModelGeometry) -> None:
@@ -216,7 +222,7 @@ class Profile:
                 name, layer.moments, n_heads=layer.n_kv_heads, head_dim=layer.head_dim, **options
             )
             layers[i] = derive_layer(transform, layer)
-        return dataclasses.replace(self, layers=layers, transform=str(name))
+        return dataclasses.replace(self, layers=layers, transform=str(name), tuning=None)
 
 
 def derive_layer(transform: LayerTransform, layer: LayerProfile) -> LayerProfile:
@@ -234,6 +240,13 @@ def energies(transform: LayerTransform, moments: Moments) -> tuple[Tensor, Tenso
     offset = moments.mean_v - transform.mean_v.double()
     v_energy = moments.c_v.diagonal(dim1=-2, dim2=-1).sum(-1) + offset.square().sum(-1)
     return q_energy.float(), v_energy.float()
+
+
+def _tuning(path: str | Path, found: Any, n_layers: int) -> Tuning | None:
+    try:
+        return None if found is None else Tuning.from_json(found, n_layers)
+    except ValueError as error:
+        raise ProfileError(f"{path}: what tuning left is damaged ({error}); tune again") from error
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

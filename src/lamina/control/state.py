@@ -8,7 +8,7 @@ from typing import Any
 
 from lamina.codec import TIERS
 from lamina.control.canary import Signals
-from lamina.control.config import ControllerConfig, Policy, Schedule, TauRule
+from lamina.control.config import Canary, ControllerConfig, Policy, Schedule, TauRule
 from lamina.control.policies import allocate, hysteresis, threshold, vote
 from lamina.control.tau import AdaptiveTau, sqrt_tau
 from lamina.errors import ConfigError
@@ -84,6 +84,9 @@ class Controller:
         Elements of a token in each layer, for average bits; default equal.
     reduce : callable
         Averages signals over ranks.
+    weights : sequence of (float, float), optional
+        What the ``anchored`` signals of each layer's K and V are multiplied by, so that they say how far the model's
+        output drifts and can be compared with one another (see :mod:`lamina.eval.tuning`); default 1.
     """
 
     def __init__(
@@ -92,12 +95,17 @@ class Controller:
         tiers: Sequence[tuple[int, int]],
         sizes: Sequence[float] | None = None,
         reduce: Reduce = lambda table: table,
+        weights: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         self.config = config
         self.tiers: list[tuple[int, int]] = [(int(k), int(v)) for k, v in tiers]
         self.sizes = list(sizes) if sizes is not None else [1.0] * len(self.tiers)
         if len(self.sizes) != len(self.tiers):
             raise ConfigError(f"{len(self.sizes)} sizes do not fit {len(self.tiers)} layers")
+        weighted = weights is not None and config.canary == Canary.ANCHORED
+        self.weights = [(float(k), float(v)) for k, v in weights or ()] if weighted else [(1.0, 1.0)] * len(self.tiers)
+        if len(self.weights) != len(self.tiers):
+            raise ConfigError(f"{len(self.weights)} weights do not fit {len(self.tiers)} layers")
         self.reduce = reduce
         self.tracks = [Track() for _ in range(2 * len(self.tiers))]
         self.adaptive = AdaptiveTau()
@@ -196,7 +204,8 @@ class Controller:
         table: Table = []
         for i in range(len(self.tiers)):
             found = signals.get(i)
-            table += [[], []] if found is None else [[x[b] for b in TIERS] for x in (found.k, found.v)]
+            sides = () if found is None else zip((found.k, found.v), self.weights[i])
+            table += [[w * x[b] for b in TIERS] for x, w in sides] or [[], []]
         return table
 
     def _tau(self, table: Table, context: int) -> float:

@@ -136,7 +136,7 @@ class LaminaCache(Cache):
             raise ConfigError(f"max_bytes={max_bytes!r} must be a positive number of bytes")
         self.profile, self.geometry = profile, geometry
         self._tiers = parse_tiers(tiers, profile)
-        self.controller = make_controller(controller, self._tiers, geometry)
+        self.controller = make_controller(controller, self._tiers, geometry, profile.tuning)
         self.window = window or WindowConfig()
         self.codec = codec or CodecConfig()
         check_canary(self.controller, self.window)
@@ -189,6 +189,16 @@ class LaminaCache(Cache):
         if self.controller is not None:
             raise ConfigError("the controller decides the tiers of this cache; freeze it, or make a cache without one")
         self._tiers = parse_tiers(tiers, self.profile)
+
+    @property
+    def average_tier(self) -> float:
+        """Bits that closed pages were written with, averaged over K and V of all of them; NaN without any."""
+        tiers = weights = 0
+        for store in self.stores:
+            bits, pages = store.tier_sum()
+            size = store.layout.n_heads * store.layout.head_dim
+            tiers, weights = tiers + bits * size, weights + 2 * pages * size
+        return tiers / weights if weights else float("nan")
 
     @property
     def seen(self) -> int:

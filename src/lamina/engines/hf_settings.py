@@ -12,6 +12,7 @@ from lamina.codec.page import check_tier
 from lamina.control.config import Canary, ControllerConfig
 from lamina.control.live import RING_TOKENS
 from lamina.control.state import Controller
+from lamina.control.tuning import Tuning
 from lamina.errors import ConfigError
 from lamina.pages import WindowConfig
 
@@ -40,7 +41,10 @@ def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
 
 
 def make_controller(
-    given: Controller | ControllerConfig | None, tiers: list[tuple[int, int]], geometry: ModelGeometry
+    given: Controller | ControllerConfig | None,
+    tiers: list[tuple[int, int]],
+    geometry: ModelGeometry,
+    tuning: Tuning | None,
 ) -> Controller | None:
     """The controller that was given, or a new one for these settings, checked against the model."""
     if given is None:
@@ -48,7 +52,7 @@ def make_controller(
     packed = geometry.packed
     if isinstance(given, ControllerConfig):
         sizes = [float(g.n_kv_heads * g.head_dim) for g in packed.values()]
-        return Controller(given, [tiers[i] for i in packed], sizes)
+        return Controller(given, [tiers[i] for i in packed], sizes, weights=tuning.weights if tuning else None)
     if not isinstance(given, Controller):
         raise ConfigError(f"controller is {given!r}; give a ControllerConfig, or the Controller of an earlier cache")
     if len(given.tiers) != len(packed):

@@ -1,5 +1,6 @@
 """The arms of an evaluation: every way of keeping a KV cache that Lamina compares, by name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,9 +8,12 @@ from transformers import PreTrainedModel
 
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig, ScaleRule
+from lamina.control.config import ControllerConfig, Policy
 from lamina.engines.hf import LaminaCache
 from lamina.errors import ConfigError
-from lamina.eval.simulate import Bf16Cache, KiviCache
+from lamina.eval.bf16 import Bf16Cache
+from lamina.eval.echo import EchoCache, echo_controller
+from lamina.eval.kivi import KiviCache
 from lamina.pages import WindowConfig
 
 LAMINA = CodecConfig()
@@ -51,6 +55,10 @@ class Arm:
         """An empty cache; ``profile`` is what :meth:`profile` returned."""
         return LaminaCache(model, profile, tiers=self.tiers, codec=self.codec, window=window)
 
+    def open(self, model: PreTrainedModel, profile: Profile, window: WindowConfig) -> Callable[[], Any]:
+        """What makes the empty cache of each request; live arms carry their controller from one to the next."""
+        return lambda: self.cache(model, profile, window)
+
 
 @dataclass(frozen=True)
 class ExactArm(Arm):
@@ -70,6 +78,56 @@ class KiviArm(Arm):
         return KiviCache(model, profile, window)
 
 
+@dataclass(frozen=True)
+class LiveArm(Arm):
+    """Lamina with a controller at work.
+
+    Attributes
+    ----------
+    controller : ControllerConfig or None
+        Its settings; None for those that ``lamina tune`` left in the profile.
+    """
+
+    controller: ControllerConfig | None = None
+
+    def open(self, model: PreTrainedModel, profile: Profile, window: WindowConfig) -> Callable[[], Any]:
+        """Caches that share a controller."""
+        first = LaminaCache(model, profile, codec=self.codec, window=window, controller=self.settings(profile))
+        live = first.controller
+        return lambda: LaminaCache(model, profile, codec=self.codec, window=window, controller=live)
+
+    def cache(self, model: PreTrainedModel, profile: Profile, window: WindowConfig) -> Any:
+        """An empty cache with a controller of its own."""
+        return self.open(model, profile, window)()
+
+    def settings(self, profile: Profile) -> ControllerConfig:
+        """The controller's settings, or ConfigError if the profile has none."""
+        if self.controller is not None:
+            return self.controller
+        if profile.tuning is None:
+            raise ConfigError(f"the arm {self.name} needs a tuned profile; run `lamina tune` first")
+        return profile.tuning.controller
+
+
+@dataclass(frozen=True)
+class EchoArm(Arm):
+    """EchoKV, simulated: 16 bits until its first firing, then what its ring canary says."""
+
+    def open(self, model: PreTrainedModel, profile: Profile, window: WindowConfig) -> Callable[[], Any]:
+        """Caches that share a controller, without windows."""
+        live = echo_controller(profile)
+        return lambda: EchoCache(model, profile, live)
+
+    def cache(self, model: PreTrainedModel, profile: Profile, window: WindowConfig) -> Any:
+        """An empty cache with a controller of its own."""
+        return EchoCache(model, profile)
+
+
+def live(policy: str, **settings: Any) -> ControllerConfig:
+    """Settings of a live arm."""
+    return ControllerConfig(policy=Policy(policy), **settings)
+
+
 ARMS = {
     arm.name: arm
     for arm in (
@@ -86,6 +144,14 @@ ARMS = {
         Arm("lamina-k4v2", "Lamina, K at 4 bits, V at 2", (4, 2)),
         Arm("lamina-int4", "Lamina, K and V at 4 bits", (4, 4)),
         Arm("lamina-int8", "Lamina, K and V at 8 bits", (8, 8)),
+        EchoArm("echokv", "EchoKV: ring canary, tied bits, 32-channel groups", (16, 16), "identity", simulated=True),
+        LiveArm("lamina-live", "Lamina live, as `lamina tune` left it", (2, 2)),
+        LiveArm(
+            "lamina-live-2.5", "Lamina live, 2.5 bits on average", (2, 2), controller=live("allocate", target_bits=2.5)
+        ),
+        LiveArm(
+            "lamina-live-3", "Lamina live, 3 bits on average", (2, 2), controller=live("allocate", target_bits=3.0)
+        ),
     )
 }
 

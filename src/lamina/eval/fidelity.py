@@ -1,7 +1,7 @@
 """Fidelity: how far each arm's next-token distributions are from the exact run's."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ class ArmResult:
         with transformers count alike in both.
     simulated : bool
         Whether the arm was simulated instead of stored.
+    tier_mean : float
+        Bits that rows were written with, scales not counted, averaged over K and V at the ends of all sequences; NaN
+        where no page was full.
     """
 
     name: str
@@ -51,6 +54,7 @@ class ArmResult:
     ppl: float
     kv_bytes: int
     kv_bytes_bf16: int
+    tier_mean: float
     simulated: bool = False
 
 
@@ -61,6 +65,7 @@ class _Tally:
         self.nll = 0.0
         self.bits: dict[str, float] = {}
         self.kv_bytes = 0
+        self.tiers: list[float] = []
 
     def add(self, logits: Tensor, exact: Tensor, targets: Tensor) -> None:
         """Score logits ``[T, V]`` against the exact run's; ``targets`` are the next tokens that exist."""
@@ -75,7 +80,7 @@ class _Tally:
 def measure_fidelity(
     model: PreTrainedModel,
     profile: Profile,
-    arms: list[Arm],
+    arms: Sequence[Arm],
     sequences: Iterable[Tensor],
     *,
     position_offset: int = 0,
@@ -106,7 +111,7 @@ def measure_fidelity(
     geometry = model_geometry(model.config)
     profile.check_model(geometry)
     window = window or WindowConfig()
-    profiles = {arm.name: arm.profile(profile) for arm in arms}
+    opened = {arm.name: arm.open(model, arm.profile(profile), window) for arm in arms}
     tallies = {arm.name: _Tally() for arm in arms}
     before = model.config._attn_implementation
     done = length = host_bytes = 0
@@ -121,7 +126,11 @@ def measure_fidelity(
                     )
                 model.set_attn_implementation(ATTENTION)
                 exact = DynamicCache(config=model.config)
-                caches = {arm.name: arm.cache(model, profiles[arm.name], window) for arm in arms}
+                caches = {name: new() for name, new in opened.items()}
+                for cache in caches.values():
+                    # A controller takes a chunk for as many decode steps.
+                    if getattr(cache, "control", None) is not None:
+                        cache.control.decode_tokens = PAGE_TOKENS
                 for start in range(0, length, PAGE_TOKENS):
                     chunk = ids[:, start : start + PAGE_TOKENS].to(model.device)
                     targets = ids[0, start + 1 : start + PAGE_TOKENS + 1].to(model.device)
@@ -134,6 +143,7 @@ def measure_fidelity(
                 for name, cache in caches.items():
                     tallies[name].bits = cache.bits()
                     tallies[name].kv_bytes = sum(cache.memory().values())
+                    tallies[name].tiers.append(cache.average_tier)
                     host_bytes = cache.memory().get("host_layers", host_bytes)
     finally:
         model.set_attn_implementation(before)
@@ -167,4 +177,5 @@ def _result(arm: Arm, tally: _Tally, bf16: int) -> ArmResult:
         kv_bytes=tally.kv_bytes,
         kv_bytes_bf16=bf16,
         simulated=arm.simulated,
+        tier_mean=sum(tally.tiers) / len(tally.tiers),
     )

@@ -299,6 +299,12 @@ class LayerStore:
                 elements += 2 * h * d * row[ROWS]
         return n_bytes * 8, elements
 
+    def tier_sum(self) -> tuple[int, int]:
+        """Bits of K and V together over the closed pages of all sequences, and how many pages those are."""
+        ids = torch.tensor([p for s in self.sequences for p in s.pages], dtype=torch.long)
+        tiers = self.arena.table[ids, TIER : TIER + 2]
+        return int(tiers.sum()), int((tiers[:, 0] > 0).sum())
+
     def compact(self) -> None:
         """Give the free slots of all pools back to the budget."""
         moved = self.arena.compact()

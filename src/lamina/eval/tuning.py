@@ -1,0 +1,233 @@
+"""Tuning: what drift in each layer means for the model's output, and controller settings that meet a goal.
+
+A layer's signals say how far its own attention drifts. What that does to the model's next-token distribution differs
+between layers by orders of magnitude, and it is nearly additive: so each layer and side is measured once with its pages
+at 2 bits and all others at 8, and its signals are weighted with what came out.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lamina.basis.profile import Profile
+from lamina.codec import TIERS
+from lamina.control.config import ControllerConfig, Policy
+from lamina.control.policies import allocate, threshold
+from lamina.control.state import Controller, Firing
+from lamina.control.tuning import Tuning
+from lamina.engines.hf import LaminaCache
+from lamina.errors import ConfigError, DataError
+from lamina.eval.arms import LiveArm
+from lamina.eval.fidelity import ArmResult, measure_fidelity
+from lamina.pages import WindowConfig
+
+ARMS_AT_ONCE = 16
+MOST_TRIALS = 6
+CLOSE = 0.9
+"""Share of a KL budget that is near enough to stop looking for a larger threshold."""
+
+Progress = Callable[[str, int, int], Any]
+"""Called with what goes on, tokens done, and tokens in all."""
+
+
+@dataclass(frozen=True)
+class FixedArm(LiveArm):
+    """A tier vector, and optionally an ear for its signals.
+
+    Attributes
+    ----------
+    vector : tuple of (int, int)
+        Bits of K and V, one pair a layer of the model.
+    heard : list of Firing or None
+        Where the signals go.
+    """
+
+    vector: tuple[tuple[int, int], ...] = ()
+    heard: list[Firing] | None = None
+
+    def open(self, model: PreTrainedModel, profile: Profile, window: WindowConfig) -> Callable[[], Any]:
+        """Caches at this tier vector."""
+
+        def new() -> LaminaCache:
+            controller = None
+            if self.heard is not None:
+                # Everything is below this threshold, so the tiers stay at the lowest.
+                config = ControllerConfig(policy=Policy.THRESHOLD, tau0=math.inf)
+                controller = Controller(config, [self.vector[i] for i in profile.packed])
+            cache = LaminaCache(model, profile, tiers=list(self.vector), window=window, controller=controller)
+            if cache.control is not None and self.heard is not None:
+                cache.control.on_firing = self.heard.append
+            return cache
+
+        return new
+
+
+def measure_weights(
+    model: PreTrainedModel,
+    profile: Profile,
+    sequences: Sequence[Tensor],
+    *,
+    window: WindowConfig | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[tuple[float, float]], list[list[float]]]:
+    """Weights and drift of every packed layer, as :class:`lamina.control.tuning.Tuning` keeps them.
+
+    Parameters
+    ----------
+    model, profile
+        The model and its profile.
+    sequences : sequence of Tensor
+        int64 ``[1, T]``, text that the profile was not calibrated on; longer than the exact windows.
+    window : WindowConfig
+        Exact windows.
+    progress : callable
+        See :data:`Progress`.
+    """
+    layers, low, high = list(profile.packed), TIERS[0], TIERS[-1]
+    heard: list[Firing] = []
+    base = [(high, high)] * len(profile.layers)
+    arms = [FixedArm("signals", "", (low, low), vector=((low, low),) * len(base), heard=heard)]
+    arms.append(FixedArm("rest", "", (high, high), vector=tuple(base)))
+    for i in layers:
+        for side in (0, 1):
+            pair = (low, high) if side == 0 else (high, low)
+            arms.append(FixedArm(f"{i}.{side}", "", pair, vector=(*base[:i], pair, *base[i + 1 :])))
+    total = sum(s.numel() for s in sequences) * len(arms)
+    kl: dict[str, float] = {}
+    done = 0
+    for n in range(0, len(arms), ARMS_AT_ONCE):
+        group = arms[n : n + ARMS_AT_ONCE]
+
+        def report(tokens: int, before: int = done, size: int = len(group)) -> None:
+            if progress is not None:
+                progress("Measuring what each layer's drift does", before + tokens * size, total)
+
+        for result in measure_fidelity(model, profile, group, sequences, window=window, progress=report):
+            kl[result.name] = result.kl_mean
+        done += sum(s.numel() for s in sequences) * len(group)
+    if not heard:
+        raise DataError("the text is too short to tune on: nothing left the exact windows; raise --seq-len")
+    signals = torch.tensor([f.signals for f in heard if all(f.signals)], dtype=torch.float64).mean(0)
+    cost = torch.tensor([[max(kl[f"{i}.{s}"] - kl["rest"], 0.0) for s in (0, 1)] for i in layers], dtype=torch.float64)
+    weights = cost / signals[:, 0].view(-1, 2).clamp(min=1e-12)
+    drift = signals * weights.view(-1, 1)
+    return [(float(k), float(v)) for k, v in weights], drift.tolist()
+
+
+def tune_to_bits(profile: Profile, target_bits: float) -> Profile:
+    """A profile whose controller spends ``target_bits`` on average; ``profile`` has weights already."""
+    tuning = _tuning_of(profile)
+    config = ControllerConfig(policy=Policy.ALLOCATE, target_bits=target_bits)
+    sizes = [s for layer in profile.packed.values() for s in [layer.n_kv_heads * layer.head_dim] * 2]
+    signals = [dict(zip(TIERS, row)) for row in tuning.drift]
+    return _with_tiers(profile, config, allocate(signals, sizes, target_bits, config.tiers))
+
+
+def tune_to_kl(
+    model: PreTrainedModel,
+    profile: Profile,
+    texts: Sequence[Sequence[Tensor]],
+    max_kl: float,
+    *,
+    policy: Policy = Policy.THRESHOLD,
+    window: WindowConfig | None = None,
+    progress: Progress | None = None,
+) -> tuple[Profile, list[ArmResult]]:
+    """Find the largest threshold with which a live run stays within ``max_kl`` on every one of ``texts``.
+
+    Parameters
+    ----------
+    model, profile
+        The model, and its profile with weights.
+    texts : sequence
+        Texts of several kinds, each some int64 ``[1, T]``.
+    max_kl : float
+        Mean KL of the next-token distribution, in nats.
+    policy : Policy
+        ``threshold``, ``hysteresis`` or ``vote``.
+    window, progress
+        As in :func:`measure_weights`.
+
+    Returns
+    -------
+    profile : Profile
+        With the settings and the tiers to start with.
+    results : list of ArmResult
+        What the run with them showed, one a text.
+
+    Raises
+    ------
+    ConfigError
+        If even 8 bits everywhere do not stay within the budget.
+    """
+    tuning = _tuning_of(profile)
+    if not (isinstance(max_kl, int | float) and 0 < max_kl < math.inf):
+        raise ConfigError(f"max_kl={max_kl!r} must be a positive number of nats")
+    if policy == Policy.ALLOCATE:
+        raise ConfigError("policy 'allocate' spends bits, it has no threshold; give target_bits, or another policy")
+    signals = [dict(zip(TIERS, row)) for row in tuning.drift]
+    total = sum(s.numel() for text in texts for s in text)
+
+    def at(tau: float) -> Profile:
+        config = ControllerConfig(policy=policy, tau0=tau)
+        return _with_tiers(profile, config, [threshold(s, tau, config.tiers, config.fallback) for s in signals])
+
+    def trial(n: int, tau: float) -> list[ArmResult]:
+        results, done = [], 0
+        for text in texts:
+
+            def report(tokens: int, before: int = done) -> None:
+                if progress is not None:
+                    progress(f"Run {n + 1} at threshold {tau:.2g}", before + tokens, total)
+
+            results += measure_fidelity(model, at(tau), [LIVE], text, window=window, progress=report)
+            done += sum(s.numel() for s in text)
+        return results
+
+    tau, low, high = _predicted(signals, max_kl), 0.0, math.inf
+    best: tuple[float, list[ArmResult]] | None = None
+    for n in range(MOST_TRIALS):
+        results = trial(n, tau)
+        worst = max(r.kl_mean for r in results)
+        if worst <= max_kl:
+            low, best = tau, (tau, results)
+            if worst >= CLOSE * max_kl or min(r.tier_mean for r in results) <= TIERS[0]:
+                break
+        else:
+            high = tau
+        step = min(8.0, max(1 / 8, (0.95 * max_kl / max(worst, 1e-12)) ** 1.2))
+        tau = tau * step if low < tau * step < high else math.sqrt(max(low, tau / 64) * min(high, tau * 64))
+    if best is None:
+        raise ConfigError(
+            f"no threshold keeps the mean KL within {max_kl:g} on this text: the last one, {tau:.2g}, gave "
+            f"{worst:.2g}; raise --max-kl"
+        )
+    return at(best[0]), best[1]
+
+
+LIVE = LiveArm("lamina-live", "Lamina live, as `lamina tune` left it", (2, 2))
+
+
+def _predicted(signals: Sequence[dict[int, float]], max_kl: float) -> float:
+    """Largest threshold whose tiers are predicted to stay within a budget."""
+    candidates = sorted({x for s in signals for x in s.values() if x > 0}) or [max_kl]
+    fits = [t for t in candidates if sum(s[threshold(s, t, TIERS, TIERS[-1])] for s in signals) <= max_kl]
+    return fits[-1] if fits else candidates[0]
+
+
+def _tuning_of(profile: Profile) -> Tuning:
+    if profile.tuning is None:
+        raise ConfigError("the profile has no weights; measure them first with measure_weights")
+    return profile.tuning
+
+
+def _with_tiers(profile: Profile, config: ControllerConfig, flat: Iterable[int]) -> Profile:
+    """The profile with a controller, and with tiers (K and V alternating) of the packed layers to start with."""
+    pairs = iter(zip(*[iter(flat)] * 2))
+    tiers = [next(pairs) if i in profile.packed else pair for i, pair in enumerate(profile.tiers)]
+    return replace(profile, tiers=tiers, tuning=replace(_tuning_of(profile), controller=config))
