@@ -257,13 +257,29 @@ def test_a_budget_too_small_for_the_first_page_says_so(rows: Rows) -> None:
 def test_the_last_byte_counts(rows: Rows, tokens: int) -> None:
     """Page ids included: exactly enough is enough, one byte less is not."""
     k, v = (x[:, :, :tokens] for x in rows[0])
-    store, _ = make_store(HEADS, DIM, tiers=(4, 2))
+    store, _ = make_store(HEADS, DIM, tiers=(2, 2))
     store.append(k, v)
     needed = storage_bytes(store)
-    exactly, _ = make_store(HEADS, DIM, tiers=(4, 2), budget=Budget(needed))
+    exactly, _ = make_store(HEADS, DIM, tiers=(2, 2), budget=Budget(needed))
     exactly.append(k, v)
     assert storage_bytes(exactly) == needed
-    less, _ = make_store(HEADS, DIM, tiers=(4, 2), budget=Budget(needed - 1))
+    less, _ = make_store(HEADS, DIM, tiers=(2, 2), budget=Budget(needed - 1))
     with pytest.raises(MemoryBudgetError, match=f"{needed:,} bytes are needed"):
         less.append(k, v)
     assert storage_bytes(less) == 0
+
+
+def test_pages_that_cannot_have_their_tier_are_written_with_less(rows: Rows) -> None:
+    """Encoded afresh at what fits, which is better than a cut page, and said so."""
+    k, v = (x[:, :, :64] for x in rows[0])
+    sizes = {}
+    for tiers in ((8, 8), (4, 4), (2, 2)):
+        store, _ = make_store(HEADS, DIM, tiers=tiers)
+        store.append(k, v)
+        sizes[tiers] = storage_bytes(store)
+    for budget, written in ((sizes[8, 8], 8), (sizes[8, 8] - 1, 4), (sizes[4, 4] - 1, 2)):
+        store, _ = make_store(HEADS, DIM, tiers=(8, 8), budget=Budget(budget))
+        closed: list[tuple[int, int]] = []
+        store.on_close = lambda starts, bits, closed=closed: closed.append(bits)
+        store.append(k, v)
+        assert closed == [(written, written)] and storage_bytes(store) == sizes[written, written]

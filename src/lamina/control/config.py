@@ -111,5 +111,5 @@ class ControllerConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be positive")
         if self.dwell < 0:
             raise ConfigError(f"dwell={self.dwell!r} must not be negative")
-        if not tiers[0] <= self.target_bits <= tiers[-1]:
+        if self.policy == Policy.ALLOCATE and not tiers[0] <= self.target_bits <= tiers[-1]:
             raise ConfigError(f"target_bits={self.target_bits!r} must be between {tiers[0]} and {tiers[-1]}")

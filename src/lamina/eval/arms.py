@@ -142,6 +142,7 @@ ARMS = {
         Arm("oscar-int2-head", "OSCAR, one basis a head, clipped", (2, 2), "oscar", {"per_head": True}, OSCAR),
         Arm("lamina-int2", "Lamina, K and V at 2 bits", (2, 2)),
         Arm("lamina-k4v2", "Lamina, K at 4 bits, V at 2", (4, 2)),
+        Arm("lamina-k2v4", "Lamina, K at 2 bits, V at 4", (2, 4)),
         Arm("lamina-int4", "Lamina, K and V at 4 bits", (4, 4)),
         Arm("lamina-int8", "Lamina, K and V at 8 bits", (8, 8)),
         EchoArm("echokv", "EchoKV: ring canary, tied bits, 32-channel groups", (16, 16), "identity", simulated=True),

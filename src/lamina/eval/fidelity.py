@@ -86,6 +86,7 @@ def measure_fidelity(
     position_offset: int = 0,
     window: WindowConfig | None = None,
     progress: Callable[[int], Any] | None = None,
+    on_kl: Callable[[str, int, Tensor], Any] | None = None,
 ) -> list[ArmResult]:
     """Run text through every arm in lockstep with the exact run.
 
@@ -107,6 +108,8 @@ def measure_fidelity(
         Exact windows.
     progress : callable
         Called with the number of tokens done, after each chunk.
+    on_kl : callable
+        Called with an arm's name, the position in the sequence, and the KL of every token of a chunk.
     """
     geometry = model_geometry(model.config)
     profile.check_model(geometry)
@@ -137,6 +140,8 @@ def measure_fidelity(
                     truth = _forward(model, chunk, exact, position_offset + start)
                     for name, cache in caches.items():
                         tallies[name].add(_forward(model, chunk, cache, position_offset + start), truth, targets)
+                        if on_kl is not None:
+                            on_kl(name, start, tallies[name].kl[-1])
                     done += chunk.shape[1]
                     if progress is not None:
                         progress(done)

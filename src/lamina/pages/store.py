@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.codec.packing import SLABS_OF_BITS
-from lamina.errors import CacheStateError, NonFiniteError
+from lamina.errors import CacheStateError, MemoryBudgetError, NonFiniteError
 from lamina.pages.arena import WITNESS, Arena
 from lamina.pages.config import WindowConfig
 from lamina.pages.layout import RecordLayout
@@ -20,6 +20,7 @@ from lamina.pages.view import StoreView
 from lamina.pages.witness import WitnessRows, tokens_for, witness_row
 
 ENCODE_BATCH = 64
+LOWEST = (2, 2)
 
 
 class Encoder(Protocol):
@@ -140,8 +141,7 @@ class LayerStore:
         if not self.sequences:
             self.sequences = [Sequence() for _ in rows]
         self.settle()
-        bits = self.tiers()
-        self.arena.reserve(*self._append_slots([k_row.shape[1] for k_row, _ in rows], bits))
+        bits = self._make_room([k_row.shape[1] for k_row, _ in rows])
         closed: list[tuple[int, Tensor, Tensor]] = []
         for sequence, (k_row, v_row) in zip(self.sequences, rows):
             self._append_one(sequence, k_row, v_row, closed)
@@ -178,8 +178,8 @@ class LayerStore:
         self._loosen()
 
     def append_bytes(self, tokens: list[int]) -> int:
-        """Bytes that appending ``tokens[b]`` rows to each sequence would allocate now."""
-        return self.arena.missing_bytes(*self._append_slots(tokens, self.tiers()))
+        """Bytes that appending ``tokens[b]`` rows to each sequence must allocate now, at the lowest tier."""
+        return self.arena.missing_bytes(*self._append_slots(tokens, LOWEST))
 
     def extend_bytes(self, other: "LayerStore") -> int:
         """Bytes that :meth:`extend` would allocate now."""
@@ -365,6 +365,20 @@ class LayerStore:
     def _id_bytes(self, pages: list[int]) -> int:
         """Bytes that the table of page ids grows by if the sequences have so many pages each."""
         return max(0, 4 * len(pages) * max(pages, default=0) - self._page_id_bytes)
+
+    def _make_room(self, tokens: list[int]) -> tuple[int, int]:
+        """Reserve slots for rows; returns the bits of pages that close, fewer than wanted only if all else is shed."""
+        wanted = self.tiers()
+        choices = dict.fromkeys((wanted, (min(wanted[0], 4), min(wanted[1], 4)), LOWEST))
+        for bits in choices:
+            try:
+                self.arena.reserve(*self._append_slots(tokens, bits))
+            except MemoryBudgetError:
+                if bits == LOWEST:
+                    raise
+            else:
+                return bits
+        raise AssertionError("unreachable")
 
     def _append_slots(self, tokens: list[int], bits: tuple[int, int]) -> tuple[int, int, int, int, int]:
         """Slots that appending ``tokens[b]`` rows to each sequence can take, as :meth:`Arena.reserve` counts them."""
