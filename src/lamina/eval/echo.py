@@ -65,7 +65,7 @@ class EchoRows(Rows):
 
     def packed(self, window: WindowConfig) -> tuple[int, float]:
         """Codes with a 16-bit scale and zero a group, or 16 bits."""
-        bits = torch.where(self.bits < UNQUANTISED, self.bits + 32 / GROUP, float(UNQUANTISED))
+        bits = torch.where(self.bits < UNQUANTISED, self.bits + 32 / group_of(self.exact[0]), float(UNQUANTISED))
         return self.length, float(bits.mean()) if self.length else float(UNQUANTISED)
 
     def requantise_page(self, k: Tensor, bits: int) -> Tensor:
@@ -114,6 +114,10 @@ def grouped(x: Tensor, bits: int) -> Tensor:
     """Rows ``[..., D]`` as asymmetric codes of 32 channels return them; 16 bits are left as they are."""
     if bits >= UNQUANTISED:
         return x.float()
+    return fake_quantise(x.float().unflatten(-1, (-1, group_of(x))), -1, bits).flatten(-2)
+
+
+def group_of(x: Tensor) -> int:
+    """Channels of a group: 32, or all of a head that is no multiple of it."""
     dim = x.shape[-1]
-    groups = x.float().unflatten(-1, (-1, GROUP)) if dim % GROUP == 0 else x.float()[..., None, :]
-    return fake_quantise(groups, -1, bits).flatten(-2)
+    return GROUP if dim % GROUP == 0 else dim
