@@ -9,6 +9,8 @@ from lamina.app.profile_facts import layer_facts, spread, value_offset
 from lamina.app.stored import StoredTensor
 from lamina.basis.moments import Moments
 from lamina.basis.profile import Profile
+from lamina.control.config import ControllerConfig
+from lamina.control.tuning import Tuning
 
 CACHE_META = {
     "format": "lamina-cache",
@@ -78,7 +80,19 @@ def test_a_profile_as_tables(tiny, lamina):
     (row,) = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["1"]]
     layer = as_json(lamina, tiny.profile)["layers"][1]
     names = ("condition", "key_spread", "kappa", "q_energy", "v_energy", "value_offset")
-    assert row[1:] == [f"{layer[name]:.3g}" for name in names]
+    assert row[1:] == [*(f"{layer[name]:.3g}" for name in names), "-", "-"]
+
+
+def test_a_tuned_profile(tiny, lamina, tmp_path):
+    drift = [[0.4, 0.02, 0.001], [0.1, 0.01, 0.0], [0.3, 0.02, 0.0], [0.2, 0.01, 0.0]]
+    settings = ControllerConfig(policy="threshold", tau0=0.005)
+    tuning = Tuning([(1.0, 2.0)] * 2, drift, settings, {"goal": "mean KL up to 0.01 nats"})
+    dataclasses.replace(Profile.load(tiny.profile), tuning=tuning).save(tmp_path / "p")
+    found = as_json(lamina, tmp_path / "p")
+    assert [(one["output_kl_k2"], one["output_kl_v2"]) for one in found["layers"]] == [(0.4, 0.1), (0.3, 0.2)]
+    assert found["tuning"]["controller"]["tau0"] == 0.005
+    text = " ".join(lamina("inspect", tmp_path / "p").stdout.split())
+    assert "controller threshold, tau 0.005 nats tuned for mean KL up to 0.01 nats" in text
 
 
 def test_a_profile_without_moments(tiny, lamina, tmp_path):

@@ -36,10 +36,19 @@ def _profile_lines(facts: ProfileFacts) -> list[tuple[str, str]]:
         ("geometry", f"{facts.n_layers} layers{others}, {shapes}"),
         ("transform", facts.transform + (", value basis folded into the model" if facts.absorbed else "")),
         ("initial tiers", _tiers(facts.tiers)),
+        *_tuning_lines(facts),
         ("tokens", "not recorded" if facts.tokens is None else f"{facts.tokens:,}"),
         ("positions", positions),
         ("moments", "kept: other transforms can be derived" if facts.has_moments else "not kept"),
     ]
+
+
+def _tuning_lines(facts: ProfileFacts) -> list[tuple[str, str]]:
+    if facts.tuning is None:
+        return [("controller", "not tuned")]
+    c, measured = facts.tuning["controller"], facts.tuning["measured"]
+    rule = f"{c['target_bits']:g} bits" if c["policy"] == "allocate" else f"tau {c['tau0']:.3g} nats"
+    return [("controller", f"{c['policy']}, {rule}"), ("tuned for", measured.get("goal", "nothing yet"))]
 
 
 def _tiers(tiers: list[str]) -> str:
@@ -49,14 +58,15 @@ def _tiers(tiers: list[str]) -> str:
 
 
 def _layer_table(layers: list[LayerFacts]) -> Table:
-    names = ("condition", "key spread", "kappa", "q energy", "v energy", "v offset")
+    names = ("condition", "key spread", "kappa", "q energy", "v energy", "v offset", "K at 2", "V at 2")
     table = figures_table("", "layer", names)
     for one in layers:
         figures = (one.condition, one.key_spread, one.kappa, one.q_energy, one.v_energy, one.value_offset)
-        table.add_row(str(one.layer), *map(_figure, figures))
+        table.add_row(str(one.layer), *map(_figure, (*figures, one.output_kl_k2, one.output_kl_v2)))
     table.caption = (
         "condition of the key basis; largest over smallest eigenvalue of the keys' moment; squared error of 2-bit keys "
-        "in squared steps;\nsquared norms of queries and values in the packed basis; mean value over rms value"
+        "in squared steps;\nsquared norms of queries and values in the packed basis; mean value over rms value;\nKL of "
+        "the output with this side at 2 bits, if the profile is tuned"
     )
     return table
 

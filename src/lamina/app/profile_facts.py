@@ -1,6 +1,7 @@
 """What is in a profile: where it comes from, and how hard each layer is to store."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class LayerFacts:
         Mean squared norm of queries and values in the packed basis.
     value_offset : float or None
         Norm of the mean value, in units of the values' root mean square norm, worst; None without moments.
+    output_kl_k2, output_kl_v2 : float or None
+        KL of the model's output that its K or V at 2 bits costs, in nats; None in a profile that is not tuned.
     """
 
     layer: int
@@ -40,6 +43,8 @@ class LayerFacts:
     q_energy: float
     v_energy: float
     value_offset: float | None
+    output_kl_k2: float | None = None
+    output_kl_v2: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class ProfileFacts:
         Whether sequences were moved over that range.
     layers : list of LayerFacts
         The layers that are packed.
+    tuning : dict or None
+        The controller's settings, and what tuning measured.
     """
 
     model_id: str
@@ -78,12 +85,17 @@ class ProfileFacts:
     max_position: int | None
     random_positions: bool | None
     layers: list[LayerFacts]
+    tuning: dict[str, Any] | None = None
 
 
 def profile_facts(stored: StoredFile) -> ProfileFacts:
     """Load and check a profile, and take its figures."""
     profile = Profile.load(stored.path)
-    packed = {i: layer for i, layer in enumerate(profile.layers) if layer is not None}
+    packed, tuning = profile.packed, profile.tuning
+    layers = [layer_facts(i, layer) for i, layer in packed.items()]
+    if tuning is not None:
+        costs = zip(tuning.drift[::2], tuning.drift[1::2])
+        layers = [replace(one, output_kl_k2=k[0], output_kl_v2=v[0]) for one, (k, v) in zip(layers, costs)]
     return ProfileFacts(
         model_id=profile.model_id,
         config_hash=profile.config_hash,
@@ -96,7 +108,8 @@ def profile_facts(stored: StoredFile) -> ProfileFacts:
         tokens=profile.info.get("tokens"),
         max_position=profile.info.get("max_position"),
         random_positions=profile.info.get("random_positions"),
-        layers=[layer_facts(i, layer) for i, layer in packed.items()],
+        layers=layers,
+        tuning=None if tuning is None else {"controller": asdict(tuning.controller), "measured": tuning.measured},
     )
 
 
