@@ -4,7 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lamina.control.config import ControllerConfig
+from lamina.codec import TIERS
+from lamina.control.config import ControllerConfig, Policy
+from lamina.control.policies import allocate, threshold
+
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,28 @@ class Tuning:
         except TypeError as error:
             raise ValueError(str(error)) from error
         return cls([(k, v) for k, v in weights], drift, controller, dict(measured))
+
+
+def initial_tiers(config: ControllerConfig, drift: Sequence[Sequence[float]], sizes: Sequence[float]) -> list[Pair]:
+    """Bits of K and V that a policy chooses for drift measured offline, before anything was measured live.
+
+    Parameters
+    ----------
+    config : ControllerConfig
+        Settings.
+    drift : sequence
+        As in :class:`Tuning`.
+    sizes : sequence of float
+        Elements of a token in each layer.
+    """
+    signals = [dict(zip(TIERS, row)) for row in (drift[::2] if config.tied else drift)]
+    sides = 1 if config.tied else 2
+    if config.policy == Policy.ALLOCATE:
+        spread = [size for size in sizes for _ in range(sides)]
+        flat = allocate(signals, spread, config.target_bits, config.tiers)
+    else:
+        flat = [threshold(signal, config.tau0, config.tiers, config.fallback) for signal in signals]
+    return list(zip(flat[::sides], flat[sides - 1 :: sides]))
 
 
 def _rows(found: Any, n: int, width: int) -> list[list[float]]:

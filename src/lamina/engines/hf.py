@@ -85,8 +85,8 @@ class LaminaCache(Cache):
     max_bytes : int, optional
         Upper bound on the bytes of the packed layers; planes are shed, least predicted loss first, to stay below it.
     controller : Controller or ControllerConfig, optional
-        Decides the tiers of pages that close from now on, starting with ``tiers``. A :class:`Controller` keeps its
-        state when it is given to the next cache.
+        Decides the tiers of pages that close from now on, starting with ``tiers``, or with what the policy makes of
+        the drift in a tuned profile. A :class:`Controller` keeps its state when it is given to the next cache.
 
     Examples
     --------
@@ -136,7 +136,7 @@ class LaminaCache(Cache):
             raise ConfigError(f"max_bytes={max_bytes!r} must be a positive number of bytes")
         self.profile, self.geometry = profile, geometry
         self._tiers = parse_tiers(tiers, profile)
-        self.controller = make_controller(controller, self._tiers, geometry, profile.tuning)
+        self.controller = make_controller(controller, None if tiers is None else self._tiers, geometry, profile)
         self.window = window or WindowConfig()
         self.codec = codec or CodecConfig()
         check_canary(self.controller, self.window)

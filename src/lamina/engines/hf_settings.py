@@ -12,7 +12,7 @@ from lamina.codec.page import check_tier
 from lamina.control.config import Canary, ControllerConfig
 from lamina.control.live import RING_TOKENS
 from lamina.control.state import Controller
-from lamina.control.tuning import Tuning
+from lamina.control.tuning import initial_tiers
 from lamina.errors import ConfigError
 from lamina.pages import WindowConfig
 
@@ -42,17 +42,24 @@ def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
 
 def make_controller(
     given: Controller | ControllerConfig | None,
-    tiers: list[tuple[int, int]],
+    tiers: list[tuple[int, int]] | None,
     geometry: ModelGeometry,
-    tuning: Tuning | None,
+    profile: Profile,
 ) -> Controller | None:
-    """The controller that was given, or a new one for these settings, checked against the model."""
+    """The controller that was given, or a new one for these settings, checked against the model.
+
+    A new one starts with ``tiers``; if they are None, with those that its policy chooses for the drift that tuning
+    measured offline, or with the profile's.
+    """
     if given is None:
         return None
     packed = geometry.packed
     if isinstance(given, ControllerConfig):
-        sizes = [float(g.n_kv_heads * g.head_dim) for g in packed.values()]
-        return Controller(given, [tiers[i] for i in packed], sizes, weights=tuning.weights if tuning else None)
+        sizes, tuning = [float(g.n_kv_heads * g.head_dim) for g in packed.values()], profile.tuning
+        first = [(tiers or profile.tiers)[i] for i in packed]
+        if tiers is None and tuning is not None and given.canary == Canary.ANCHORED:
+            first = initial_tiers(given, tuning.drift, sizes)
+        return Controller(given, first, sizes, weights=tuning.weights if tuning else None)
     if not isinstance(given, Controller):
         raise ConfigError(f"controller is {given!r}; give a ControllerConfig, or the Controller of an earlier cache")
     if len(given.tiers) != len(packed):

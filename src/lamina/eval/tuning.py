@@ -6,7 +6,7 @@ at 2 bits and all others at 8, and its signals are weighted with what came out.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from lamina.basis.profile import Profile
 from lamina.codec import TIERS
 from lamina.control.config import ControllerConfig, Policy
-from lamina.control.policies import allocate, threshold
+from lamina.control.policies import threshold
 from lamina.control.state import Controller, Firing
-from lamina.control.tuning import Tuning
+from lamina.control.tuning import Tuning, initial_tiers
 from lamina.engines.hf import LaminaCache
 from lamina.errors import ConfigError, DataError
 from lamina.eval.arms import LiveArm
@@ -121,11 +121,7 @@ def measure_weights(
 
 def tune_to_bits(profile: Profile, target_bits: float) -> Profile:
     """A profile whose controller spends ``target_bits`` on average; ``profile`` has weights already."""
-    tuning = _tuning_of(profile)
-    config = ControllerConfig(policy=Policy.ALLOCATE, target_bits=target_bits)
-    sizes = [s for layer in profile.packed.values() for s in [layer.n_kv_heads * layer.head_dim] * 2]
-    signals = [dict(zip(TIERS, row)) for row in tuning.drift]
-    return _with_tiers(profile, config, allocate(signals, sizes, target_bits, config.tiers))
+    return with_controller(profile, ControllerConfig(policy=Policy.ALLOCATE, target_bits=target_bits))
 
 
 def tune_to_kl(
@@ -174,8 +170,7 @@ def tune_to_kl(
     total = sum(s.numel() for text in texts for s in text)
 
     def at(tau: float) -> Profile:
-        config = ControllerConfig(policy=policy, tau0=tau)
-        return _with_tiers(profile, config, [threshold(s, tau, config.tiers, config.fallback) for s in signals])
+        return with_controller(profile, ControllerConfig(policy=policy, tau0=tau))
 
     def trial(n: int, tau: float) -> list[ArmResult]:
         results, done = [], 0
@@ -226,8 +221,10 @@ def _tuning_of(profile: Profile) -> Tuning:
     return profile.tuning
 
 
-def _with_tiers(profile: Profile, config: ControllerConfig, flat: Iterable[int]) -> Profile:
-    """The profile with a controller, and with tiers (K and V alternating) of the packed layers to start with."""
-    pairs = iter(zip(*[iter(flat)] * 2))
+def with_controller(profile: Profile, config: ControllerConfig) -> Profile:
+    """A profile with weights, with a controller and the tiers that it starts with."""
+    tuning = _tuning_of(profile)
+    sizes = [float(layer.n_kv_heads * layer.head_dim) for layer in profile.packed.values()]
+    pairs = iter(initial_tiers(config, tuning.drift, sizes))
     tiers = [next(pairs) if i in profile.packed else pair for i, pair in enumerate(profile.tiers)]
-    return replace(profile, tiers=tiers, tuning=replace(_tuning_of(profile), controller=config))
+    return replace(profile, tiers=tiers, tuning=replace(tuning, controller=config))
