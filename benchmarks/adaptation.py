@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lamina import ControllerConfig, Profile
 from lamina.basis.text import load_documents, token_sequences
 from lamina.control.config import Policy, TauRule
+from lamina.control.tuning import settings_of
 from lamina.eval.arms import LiveArm
 from lamina.eval.fidelity import measure_fidelity
 
@@ -126,7 +127,7 @@ def main() -> None:
     ]
     streams = [torch.cat(pieces, 1) for pieces in zip(*parts)]
     switches = [args.part * i for i in range(1, len(parts))]
-    tau = profile.tuning.controller.tau0
+    tau = settings_of(profile.tuning).tau0
     base = ControllerConfig(policy=Policy.THRESHOLD, tau0=tau)
     rules = {"threshold": base}
     for factor in GRID:

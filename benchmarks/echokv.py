@@ -23,6 +23,7 @@ from lamina import Controller, LaminaCache, Profile
 from lamina.basis.text import load_documents, token_sequences
 from lamina.control.config import Policy
 from lamina.control.state import merge_tiers
+from lamina.control.tuning import settings_of
 from lamina.engines.hf import cache_kwarg
 from lamina.eval.echo import EchoCache, echo_controller
 
@@ -47,7 +48,7 @@ def both(model: Any, profile: Profile) -> dict[str, tuple[Controller, Callable[[
     """A fresh controller of each kind, and what makes its caches."""
     assert profile.tuning is not None
     echo = echo_controller(profile)
-    config = replace(profile.tuning.controller, policy=Policy.HYSTERESIS)
+    config = replace(settings_of(profile.tuning), policy=Policy.HYSTERESIS)
     ours = LaminaCache(model, profile, controller=config).controller
     assert ours is not None
     return {

@@ -22,6 +22,7 @@ from lamina import Profile
 from lamina.basis.text import load_documents, token_sequences
 from lamina.codec import TIERS
 from lamina.control.policies import threshold
+from lamina.control.tuning import settings_of
 from lamina.eval.arms import ARMS
 from lamina.eval.fidelity import ArmResult, measure_fidelity
 from lamina.eval.tuning import LIVE, FixedArm
@@ -47,7 +48,7 @@ def budget(model: Any, profile: Profile, text: list[Tensor], max_kl: float) -> l
     (live,) = measure_fidelity(model, profile, [LIVE], text)
     signals = [dict(zip(TIERS, row)) for row in profile.tuning.drift]
     low, high, best = 0.0, float("inf"), None
-    tau = profile.tuning.controller.tau0
+    tau = settings_of(profile.tuning).tau0
     for n in range(STATIC_TRIALS):
         flat = [threshold(s, tau, TIERS, 8) for s in signals]
         arm = FixedArm(f"static-{n}", "", (2, 2), vector=tuple(zip(flat[::2], flat[1::2])))

@@ -9,8 +9,9 @@ from lamina.app.profile_facts import layer_facts, spread, value_offset
 from lamina.app.stored import StoredTensor
 from lamina.basis.moments import Moments
 from lamina.basis.profile import Profile
+from lamina.basis.tuning import Tuning
 from lamina.control.config import ControllerConfig
-from lamina.control.tuning import Tuning
+from lamina.control.tuning import as_settings
 
 CACHE_META = {
     "format": "lamina-cache",
@@ -85,14 +86,14 @@ def test_a_profile_as_tables(tiny, lamina):
 
 def test_a_tuned_profile(tiny, lamina, tmp_path):
     drift = [[0.4, 0.02, 0.001], [0.1, 0.01, 0.0], [0.3, 0.02, 0.0], [0.2, 0.01, 0.0]]
-    settings = ControllerConfig(policy="threshold", tau0=0.005)
+    settings = as_settings(ControllerConfig(policy="threshold", tau0=0.005))
     tuning = Tuning([(1.0, 2.0)] * 2, drift, settings, {"goal": "mean KL up to 0.01 nats"})
     dataclasses.replace(Profile.load(tiny.profile), tuning=tuning).save(tmp_path / "p")
     found = as_json(lamina, tmp_path / "p")
     assert [(one["output_kl_k2"], one["output_kl_v2"]) for one in found["layers"]] == [(0.4, 0.1), (0.3, 0.2)]
-    assert found["tuning"]["controller"]["tau0"] == 0.005
+    assert found["tuning"]["settings"]["tau0"] == 0.005
     text = " ".join(lamina("inspect", tmp_path / "p").stdout.split())
-    assert "controller threshold, tau 0.005 nats tuned for mean KL up to 0.01 nats" in text
+    assert "controller policy threshold, tau0 0.005 tuned for mean KL up to 0.01 nats" in text
 
 
 def test_a_profile_without_moments(tiny, lamina, tmp_path):

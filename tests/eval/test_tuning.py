@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lamina.basis.profile import Profile
+from lamina.basis.tuning import Tuning
 from lamina.control.config import ControllerConfig, Policy
-from lamina.control.tuning import Tuning
+from lamina.control.tuning import settings_of
 from lamina.engines.hf import LaminaCache
 from lamina.errors import ConfigError, DataError, ProfileError
 from lamina.eval.arms import ARMS
@@ -27,7 +28,7 @@ TEXT = [tokens(1, 512, seed=50)]
 @cache
 def weighted() -> Profile:
     weights, drift = measure_weights(build("Llama"), profile_of("Llama"), TEXT, window=WINDOW)
-    return replace(profile_of("Llama"), tuning=Tuning(weights, drift, ControllerConfig()))
+    return replace(profile_of("Llama"), tuning=Tuning(weights, drift))
 
 
 def kl_of(vector: list[tuple[int, int]]) -> float:
@@ -50,7 +51,7 @@ def test_drift_at_two_bits_is_what_that_side_alone_costs() -> None:
 
 def test_bits_go_where_they_lower_the_output_s_drift() -> None:
     tuned = tune_to_bits(weighted(), 3.0)
-    assert tuned.tuning is not None and tuned.tuning.controller.policy == Policy.ALLOCATE
+    assert tuned.tuning is not None and settings_of(tuned.tuning).policy == Policy.ALLOCATE
     assert sum(map(sum, tuned.tiers)) / 4 <= 3.0
     assert kl_of(tuned.tiers) < min(kl_of([(4, 2)] * 2), kl_of([(2, 4)] * 2))
     live = measure_fidelity(build("Llama"), tuned, [ARMS["lamina-live"], ARMS["lamina-live-3"]], TEXT, window=WINDOW)
@@ -66,7 +67,7 @@ def test_the_threshold_keeps_a_budget_on_every_text() -> None:
     )
     assert len(results) == 2 and all(r.kl_mean <= budget for r in results)
     assert any(r.tier_mean < 8 for r in results) and said[0].startswith("Run 1 at threshold")
-    assert tuned.tuning is not None and tuned.tuning.controller.policy == Policy.THRESHOLD
+    assert tuned.tuning is not None and settings_of(tuned.tuning).policy == Policy.THRESHOLD
     with pytest.raises(ConfigError, match=r"no threshold keeps the mean KL within 1e-12"):
         tune_to_kl(build("Llama"), weighted(), [TEXT], 1e-12, window=WINDOW)
 
@@ -91,7 +92,7 @@ def test_a_tuned_profile_is_saved_and_damage_is_noticed(tmp_path: Path) -> None:
     tuned.save(tmp_path / "p")
     loaded = Profile.load(tmp_path / "p")
     assert loaded.tuning == tuned.tuning and loaded.tiers == tuned.tiers
-    cache = LaminaCache(build("Llama"), loaded, controller=loaded.tuning.controller)  # type: ignore[union-attr]
+    cache = LaminaCache(build("Llama"), loaded, controller=settings_of(loaded.tuning))  # type: ignore[arg-type]
     assert cache.controller is not None and cache.controller.weights == tuned.tuning.weights  # type: ignore[union-attr]
     assert loaded.with_transform("hadamard").tuning is None, "weights are those of the basis"
     good = tuned.tuning.as_json()  # type: ignore[union-attr]
@@ -99,14 +100,18 @@ def test_a_tuned_profile_is_saved_and_damage_is_noticed(tmp_path: Path) -> None:
         ({"weights": good["weights"][:1]}, "not 2 rows"),
         ({"drift": [[1.0, -1.0, 0.0]] * 4}, "at least 0"),
         ({"drift": [[1.0, math.nan, 0.0]] * 4}, "at least 0"),
-        ({"controller": {"policy": "none"}}, "unknown policy"),
-        ({"controller": {"speed": 1}}, "speed"),
-        ({"controller": 3}, "no mapping"),
+        ({"settings": 3}, "no mapping"),
     ):
         broken = replace(tuned, tuning=_Raw(json.loads(json.dumps(good | change))))  # type: ignore[arg-type]
         broken.save(tmp_path / "broken")
         with pytest.raises(ProfileError, match=words):
             Profile.load(tmp_path / "broken")
+
+
+def test_settings_that_are_not_known_are_refused() -> None:
+    for settings, words in (({"policy": "none"}, "unknown policy"), ({"speed": 1}, "speed")):
+        with pytest.raises(ConfigError, match=words):
+            settings_of(Tuning([], [], settings))
 
 
 class _Raw(dict[str, object]):

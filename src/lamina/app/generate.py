@@ -22,6 +22,7 @@ from lamina.basis.profile import Profile
 from lamina.codec import TIERS
 from lamina.control.config import ControllerConfig, Policy
 from lamina.control.trace import Trace
+from lamina.control.tuning import settings_of
 from lamina.engines.hf import LaminaCache, cache_kwarg
 from lamina.errors import ConfigError, DataError
 from lamina.pages import WindowConfig
@@ -193,7 +194,7 @@ def controller_settings(request: GenerationRequest, profile: Profile) -> Control
         raise ConfigError(
             f"{request.profile} has no controller settings; make some with `lamina tune`, or give --target-bits"
         )
-    return profile.tuning.controller
+    return settings_of(profile.tuning)
 
 
 def generate_text(

@@ -46,9 +46,10 @@ def _profile_lines(facts: ProfileFacts) -> list[tuple[str, str]]:
 def _tuning_lines(facts: ProfileFacts) -> list[tuple[str, str]]:
     if facts.tuning is None:
         return [("controller", "not tuned")]
-    c, measured = facts.tuning["controller"], facts.tuning["measured"]
-    rule = f"{c['target_bits']:g} bits" if c["policy"] == "allocate" else f"tau {c['tau0']:.3g} nats"
-    return [("controller", f"{c['policy']}, {rule}"), ("tuned for", measured.get("goal", "nothing yet"))]
+    c, measured = facts.tuning["settings"], facts.tuning["measured"]
+    shown = ("policy", "target_bits" if c.get("policy") == "allocate" else "tau0")
+    rule = ", ".join(f"{name} {_text(c.get(name))}" for name in shown)
+    return [("controller", rule), ("tuned for", measured.get("goal", "nothing yet"))]
 
 
 def _tiers(tiers: list[str]) -> str:

@@ -1,6 +1,6 @@
 """What is in a profile: where it comes from, and how hard each layer is to store."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def profile_facts(stored: StoredFile) -> ProfileFacts:
         max_position=profile.info.get("max_position"),
         random_positions=profile.info.get("random_positions"),
         layers=layers,
-        tuning=None if tuning is None else {"controller": asdict(tuning.controller), "measured": tuning.measured},
+        tuning=None if tuning is None else {"settings": tuning.settings, "measured": tuning.measured},
     )
 
 

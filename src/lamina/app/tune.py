@@ -15,9 +15,10 @@ from lamina.app.screen import Screen
 from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.basis.text import digest, token_sequences
+from lamina.basis.tuning import Tuning
 from lamina.codec import PAGE_TOKENS, TIERS
 from lamina.control.config import ControllerConfig, Policy
-from lamina.control.tuning import Tuning
+from lamina.control.tuning import settings_of
 from lamina.errors import ConfigError
 from lamina.eval.fidelity import ArmResult, measure_fidelity
 from lamina.eval.tuning import LIVE, measure_weights, tune_to_bits, tune_to_kl
@@ -106,7 +107,7 @@ def run_tuning(request: TuneRequest, screen: Screen) -> TuneReport:
             weights, drift = measure_weights(
                 loaded.model, profile, [s for text in texts for s in text], window=window, progress=bars
             )
-        profile = replace(profile, tuning=Tuning(weights, drift, ControllerConfig()))
+        profile = replace(profile, tuning=Tuning(weights, drift))
     if request.target_bits is not None:
         profile = tune_to_bits(profile, request.target_bits)
         results = []
@@ -140,7 +141,7 @@ def run_tuning(request: TuneRequest, screen: Screen) -> TuneReport:
         raise ConfigError(f"cannot write {request.output}: {error}. Choose another file with -o.") from error
     tiers = [profile.tiers[i] for i in profile.packed]
     seconds = time.perf_counter() - start
-    controller = profile.tuning.controller  # type: ignore[union-attr]
+    controller = settings_of(profile.tuning)  # type: ignore[arg-type]
     return TuneReport(str(request.output), request.model, goal, controller, tiers, shown, seconds)
 
 

@@ -13,7 +13,7 @@ from lamina import __version__
 from lamina.basis.geometry import ModelGeometry
 from lamina.basis.moments import Moments
 from lamina.basis.transforms import LayerTransform, check_condition, make_transform
-from lamina.control.tuning import Tuning
+from lamina.basis.tuning import Tuning
 from lamina.errors import ProfileError
 from lamina.tensor_file import UNREADABLE, read_tensors, write_tensors
 

@@ -1,55 +1,29 @@
-"""What tuning learnt about a model, kept in its profile: what drift in each layer means for the model's output."""
+"""What a tuned profile tells a controller: its settings, and the tiers to start with."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from lamina.basis.tuning import Tuning
 from lamina.codec import TIERS
 from lamina.control.config import ControllerConfig, Policy
 from lamina.control.policies import allocate, threshold
+from lamina.errors import ConfigError
 
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """Weights and settings of a live controller, see :mod:`lamina.eval.tuning`. Lists count the packed layers.
+def settings_of(tuning: Tuning) -> ControllerConfig:
+    """Settings that tuning found; ConfigError if this version does not know them."""
+    try:
+        return ControllerConfig(**tuning.settings)
+    except TypeError as error:
+        raise ConfigError(f"the profile's controller settings are not known here ({error}); tune again") from error
 
-    Attributes
-    ----------
-    weights : list of (float, float)
-        KL of the model's next-token distribution, in nats, per unit of the ``anchored`` signal of K and of V.
-    drift : list of list of float
-        One row a layer and side (K, V alternating): KL of the output that 2, 4 and 8 bits cost on the tuning text.
-    controller : ControllerConfig
-        Settings that meet the goal.
-    measured : dict
-        The goal, and what a run with these settings showed.
-    """
 
-    weights: list[tuple[float, float]]
-    drift: list[list[float]]
-    controller: ControllerConfig
-    measured: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, found: Any, n_layers: int) -> "Tuning":
-        """Inverse of :meth:`as_json`; ValueError says what is wrong."""
-        if not isinstance(found, Mapping):
-            raise ValueError("it is no mapping")
-        weights, drift = _rows(found.get("weights"), n_layers, 2), _rows(found.get("drift"), 2 * n_layers, 3)
-        settings, measured = found.get("controller"), found.get("measured", {})
-        if not isinstance(settings, Mapping) or not isinstance(measured, Mapping):
-            raise ValueError("its controller or measured is no mapping")
-        try:
-            controller = ControllerConfig(**settings)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-        return cls([(k, v) for k, v in weights], drift, controller, dict(measured))
+def as_settings(config: ControllerConfig) -> dict[str, Any]:
+    """Inverse of :func:`settings_of`: JSON values."""
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(config).items()}
 
 
 def initial_tiers(config: ControllerConfig, drift: Sequence[Sequence[float]], sizes: Sequence[float]) -> list[Pair]:
@@ -72,13 +46,3 @@ def initial_tiers(config: ControllerConfig, drift: Sequence[Sequence[float]], si
     else:
         flat = [threshold(signal, config.tau0, config.tiers, config.fallback) for signal in signals]
     return list(zip(flat[::sides], flat[sides - 1 :: sides]))
-
-
-def _rows(found: Any, n: int, width: int) -> list[list[float]]:
-    """Checked lists of non-negative numbers."""
-    if not isinstance(found, Sequence) or len(found) != n:
-        raise ValueError(f"there are not {n} rows")
-    rows = [[float(x) for x in row] for row in found]
-    if any(len(row) != width or not all(0 <= x < float("inf") for x in row) for row in rows):
-        raise ValueError(f"a row is not {width} numbers of at least 0")
-    return rows

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig, ScaleRule
 from lamina.control.config import ControllerConfig, Policy
+from lamina.control.tuning import settings_of
 from lamina.engines.hf import LaminaCache
 from lamina.errors import ConfigError
 from lamina.eval.bf16 import Bf16Cache
@@ -106,7 +107,7 @@ class LiveArm(Arm):
             return self.controller
         if profile.tuning is None:
             raise ConfigError(f"the arm {self.name} needs a tuned profile; run `lamina tune` first")
-        return profile.tuning.controller
+        return settings_of(profile.tuning)
 
 
 @dataclass(frozen=True)

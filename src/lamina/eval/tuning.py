@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lamina.basis.profile import Profile
+from lamina.basis.tuning import Tuning
 from lamina.codec import TIERS
 from lamina.control.config import ControllerConfig, Policy
 from lamina.control.policies import threshold
 from lamina.control.state import Controller, Firing
-from lamina.control.tuning import Tuning, initial_tiers
+from lamina.control.tuning import as_settings, initial_tiers
 from lamina.engines.hf import LaminaCache
 from lamina.errors import ConfigError, DataError
 from lamina.eval.arms import LiveArm
@@ -75,7 +76,7 @@ def measure_weights(
     window: WindowConfig | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[tuple[float, float]], list[list[float]]]:
-    """Weights and drift of every packed layer, as :class:`lamina.control.tuning.Tuning` keeps them.
+    """Weights and drift of every packed layer, as :class:`lamina.basis.tuning.Tuning` keeps them.
 
     Parameters
     ----------
@@ -227,4 +228,4 @@ def with_controller(profile: Profile, config: ControllerConfig) -> Profile:
     sizes = [float(layer.n_kv_heads * layer.head_dim) for layer in profile.packed.values()]
     pairs = iter(initial_tiers(config, tuning.drift, sizes))
     tiers = [next(pairs) if i in profile.packed else pair for i, pair in enumerate(profile.tiers)]
-    return replace(profile, tiers=tiers, tuning=replace(tuning, controller=config))
+    return replace(profile, tiers=tiers, tuning=replace(tuning, settings=as_settings(config)))
