@@ -102,6 +102,8 @@ class Run:
         Pages that were encoded, once for every time.
     shed : Counter
         Planes dropped, by side (``k``, ``v``).
+    rewritten : bool
+        Whether pages were closed at positions where one was closed already, by another sequence or a later run.
     context : int
         Tokens of the longest sequence, as last told.
     seconds : float
@@ -118,6 +120,7 @@ class Run:
     pages: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     closed: int = 0
     shed: Counter[str] = field(default_factory=Counter)
+    rewritten: bool = False
     context: int = 0
     seconds: float = 0.0
     ended: bool = False
@@ -217,7 +220,9 @@ def _spread(ema: list[list[float | None]], tiers: Pairs, side: int) -> Spread | 
 
 def _closed(run: Run, event: dict[str, Any]) -> None:
     starts, ((k, v),) = _whole(event["starts"]), _pairs([event["tier"]], 1)
-    _pages(run, event).update({start: [k, v] for start in starts})
+    pages = _pages(run, event)
+    run.rewritten |= len(set(starts)) < len(starts) or not pages.keys().isdisjoint(starts)
+    pages.update({start: [k, v] for start in starts})
     run.closed += len(starts)
     run.context = max([run.context, *(start + run.start.page_tokens for start in starts)])
 

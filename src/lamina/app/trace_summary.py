@@ -72,10 +72,10 @@ def summarise(run: Run) -> Summary:
         layer_changes=by_layer,
         final_tiers=final,
         decided_bits=average_bits(final, run.start.sizes),
-        bits_history=memory and memory.bits_history,
-        bits_at_context=memory and memory.bits_at_context,
-        final_bytes=memory and memory.n_bytes,
-        bf16_bytes=memory and memory.bf16_bytes,
+        bits_history=memory.bits_history if memory else None,
+        bits_at_context=memory.bits_at_context if memory else None,
+        final_bytes=memory.n_bytes if memory else None,
+        bf16_bytes=memory.bf16_bytes if memory else None,
     )
 
 

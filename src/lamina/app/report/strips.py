@@ -40,7 +40,7 @@ class Strips:
 
 def lay_out_strips(
     rows: Sequence[tuple[str, Iterable[Cell]]],
-    count: int,
+    count: float,
     ticks: Iterable[tuple[float, str]],
     *,
     pitch: float = 14.0,
