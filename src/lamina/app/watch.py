@@ -91,7 +91,7 @@ class Watch:
             if self.live is not None:
                 self._draw()
             elif self.unsaid:
-                self.console.print(Text(f"firing {self.firings}: {self.status()}"), soft_wrap=True)
+                self.console.print(Text(f"{self.place()}: {self.figures()}"), soft_wrap=True)
             self.unsaid = False
 
     def write(self, text: str) -> None:
@@ -110,10 +110,14 @@ class Watch:
         if self.live is not None and time.monotonic() - self.drawn >= SECONDS_A_FRAME:
             self._draw()
 
-    def status(self) -> str:
-        """The figures in one line."""
-        tiers = self._tiers()
-        control, used = self.cache.controller, self.used
+    def place(self) -> str:
+        """Where the controller is; empty without one."""
+        control = self.cache.controller
+        return f"decode step {control.step:,}, firing {self.firings:,}" if control is not None else ""
+
+    def figures(self) -> str:
+        """Bits, bytes and planes in one line."""
+        tiers, used = self._tiers(), self.used
         parts = [f"{average_bits(tiers, self.sizes):.2f} bits decided"]
         if used is not None:
             if used.bits_history is not None and used.bits_history == used.bits_history:
@@ -121,9 +125,7 @@ class Watch:
             bf16 = used.bf16_bytes
             against = f" of {format_bytes(bf16)} in bf16 ({used.n_bytes / bf16:.0%})" if bf16 else ""
             parts.append(f"{format_bytes(used.n_bytes)}{against}")
-            parts.append(f"{used.planes_shed:,} planes shed")
-        if control is not None:
-            parts.append(f"{control.step:,} decode steps, {self.firings:,} firings")
+            parts.append(f"planes shed: {used.planes_shed:,}")
         return "; ".join(parts)
 
     def __rich__(self) -> Group:
@@ -131,7 +133,8 @@ class Watch:
         rows: list[Text] = [Text(self.line)] if self.line else []
         for side, name in enumerate("KV"):
             rows += cells([pair[side] for pair in self._tiers()], name, self.console.width)
-        return Group(*rows, Text(self.status(), overflow="fold"))
+        last = "; ".join(part for part in (self.figures(), self.place()) if part)
+        return Group(*rows, Text(last, overflow="fold"))
 
     def _tiers(self) -> list[tuple[int, int]]:
         return [self.cache.tiers[layer] for layer in self.cache.profile.packed]
