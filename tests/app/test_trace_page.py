@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -99,7 +100,7 @@ def test_all_colors_are_of_both_schemes(html):
     assert light.keys() == dark.keys() >= set(re.findall(r"var\(--([\w-]+)\)", html))
     for scheme in (light, dark):
         found = [luminance(scheme[name]) for name in ("page", "tier-2", "tier-4", "tier-8")]
-        ratios = [(max(a, b) + 0.05) / (min(a, b) + 0.05) for a, b in zip(found, found[1:])]
+        ratios = [(max(a, b) + 0.05) / (min(a, b) + 0.05) for a, b in pairwise(found)]
         assert ratios[0] >= 3 and min(ratios[1:]) >= 1.3, "told apart without hue"
         assert found == sorted(found) or found == sorted(found, reverse=True), "more bits stand out more"
 

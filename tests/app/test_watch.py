@@ -77,7 +77,8 @@ def test_a_firing_is_one_line_where_there_is_no_terminal():
             cache.listeners[0](event)
         watch.write("text [red]\n")
     assert console.file.getvalue() == (
-        "decode step 48, firing 1: 3.50 bits decided, 3.50 in history; 586 KiB of 879 KiB in bf16 (67%); planes shed: 7\n"
+        "decode step 48, firing 1: 3.50 bits decided, 3.50 in history; "
+        "586 KiB of 879 KiB in bf16 (67%); planes shed: 7\n"
     )
     assert out.getvalue() == "text [red]\n"
     assert cache.listeners == []
@@ -139,6 +140,15 @@ def test_long_lines_are_wrapped_and_nothing_is_lost():
     assert " ".join(shown[:end]).replace("語 日", "語日").split()[:60] == words
     assert "".join(shown[:end]).count("語") == 20
     assert all(Text(line).cell_len <= 40 for line in shown[:end])
+
+
+def test_tabs_and_control_characters_do_not_move_the_view():
+    file, watch = on_terminal(cache_of([(2, 2)]), width=20)
+    with watch:
+        for piece in ("a\tb\r", "\x08c", "\x07\t", "long words that", "\twrap"):
+            watch.write(piece)
+    shown = screen(file.getvalue())
+    assert " ".join(shown[: shown.index("K 2")]).split() == ["a", "bc", "long", "words", "that", "wrap"]
 
 
 def test_text_of_a_redirected_stdout_stays_out_of_the_view():

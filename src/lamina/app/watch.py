@@ -5,6 +5,7 @@ import time
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, Group
+from rich.control import strip_control_codes
 from rich.live import Live
 from rich.text import Text
 
@@ -100,9 +101,10 @@ class Watch:
             self.out.write(text)
             self.out.flush()
         else:
-            *whole, self.line = (self.line + text.replace("\x1b", "")).split("\n")
-            for line in whole:
-                self._above(line)
+            *whole, line = (self.line + strip_control_codes(text.replace("\x1b", ""))).split("\n")
+            for done in whole:
+                self._above(done)
+            self.line = line.expandtabs()
             rows = Text(self.line).wrap(self.console, self.console.width)
             for row in rows[:-1]:
                 self._above(row.plain)
@@ -137,7 +139,8 @@ class Watch:
         return Group(*rows, Text(last, overflow="fold"))
 
     def _tiers(self) -> list[tuple[int, int]]:
-        return [self.cache.tiers[layer] for layer in self.cache.profile.packed]
+        tiers = self.cache.tiers
+        return [tiers[layer] for layer in self.cache.profile.packed]
 
     def _above(self, line: str) -> None:
         assert self.live is not None
