@@ -11,7 +11,7 @@ from lamina import __version__, cli
 from lamina.app import doctor
 from lamina.errors import ConfigError
 
-COMMANDS = ("calibrate", "generate", "fidelity", "plan", "doctor", "inspect", "demo")
+COMMANDS = ("calibrate", "generate", "fidelity", "plan", "doctor", "inspect", "trace", "demo")
 
 
 def run(*args):

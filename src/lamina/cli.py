@@ -336,6 +336,29 @@ def inspect(
     Screen().publish(found.as_json(), json, *inspection_tables(found))
 
 
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace written by `lamina generate --trace`.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="HTML file to write; FILE with .html unless told.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers whose pages are drawn, such as 0,7,29; three are chosen unless told.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Write a summary to stdout instead of a page.")] = False,
+) -> None:
+    """Draw what a cache decided, wrote and dropped as a page."""
+    from lamina.app.screen import Screen
+    from lamina.app.trace import TraceRequest, run_trace, summarise_trace
+
+    screen = Screen()
+    if json:
+        screen.json(summarise_trace(file))
+    else:
+        written = run_trace(TraceRequest(file, output, layers))
+        screen.show(f"{written}: the page of {file}")
+
+
 @app.command("import-rotations")
 def import_rotations(
     model: Model,

@@ -1,13 +1,18 @@
 """A tiny Llama with a byte-level tokenizer in a folder, and its profile; nothing is downloaded."""
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
-from lamina import cli
-from lamina.basis.calibrate import CalibrationConfig
+from lamina import ControllerConfig, LaminaCache, Trace, WindowConfig, cli
+from lamina.app.watch import Watch
+from lamina.basis.calibrate import CalibrationConfig, calibrate
+from lamina.engines.hf import cache_kwarg
 from tiny_llama import make_model, make_tokenizer, save_tiny
 
 
@@ -65,3 +70,35 @@ def text_file(tmp_path) -> Path:
     file = tmp_path / "text.txt"
     file.write_text("\n\n".join(f"Paragraph {i} says {i * i} and then no more." for i in range(600)))
     return file
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A run that was traced and watched: its trace, its cache, and what the watch wrote."""
+
+    file: Path
+    cache: LaminaCache
+    watched: str
+
+
+@pytest.fixture(scope="session")
+def traced(tmp_path_factory) -> Traced:
+    """Eight bits at first, a firing every 16 steps that goes for three, and a limit that makes planes go."""
+    file = tmp_path_factory.mktemp("traced") / "run.jsonl"
+    model, random = make_model(), torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 258, (4, 1, 256), generator=random)
+    cache = LaminaCache(
+        model,
+        calibrate(model, iter(ids), model_id="tiny <&> model"),
+        tiers=8,
+        window=WindowConfig(recent=64),
+        max_bytes=230_000,
+        controller=ControllerConfig(rate=1 / 16),
+    )
+    console = Console(file=io.StringIO(), width=200)
+    prompt = torch.randint(2, 258, (1, 460), generator=random)
+    with Trace(file, cache), Watch(cache, console, io.StringIO()), torch.inference_mode():
+        model(prompt, **cache_kwarg(model, cache))
+        for t in range(60):
+            model(prompt[:, t : t + 1], **cache_kwarg(model, cache))
+    return Traced(file, cache, console.file.getvalue())

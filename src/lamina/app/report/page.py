@@ -1,14 +1,12 @@
 """The report as one HTML file that needs nothing else: no script, no font, no network."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from lamina.app.report.columns import Columns, Series, lay_out_columns
+from lamina.app.report.environment import format_figure, template
 from lamina.app.report.scatter import lay_out_scatter
 from lamina.app.report.stacks import lay_out_stacks
 from lamina.app.tables import DEMO_COLUMNS, demo_cells
@@ -62,24 +60,10 @@ def write_report(report: Report, path: Path) -> None:
 
 def render(report: Report) -> str:
     """The report's HTML, which is well-formed XML as well."""
-    environment = Environment(
-        loader=PackageLoader("lamina.app.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "place": _place,
-        "figure": format_figure,
-        "bytes": format_bytes,
-        "family": _family,
-        "words": lambda kind: kind.replace("_", " "),
-    }
     rows = report.rows
     totals = [f"{format_bytes(row.kv_bytes)}, {row.kv_bytes / row.kv_bytes_bf16:.0%} of bf16" for row in rows]
     columns = lay_out_columns(report.drift)
-    return environment.get_template("report.html.j2").render(
+    return template("report.html.j2").render(
         report=report,
         cells={"header": ("arm", *DEMO_COLUMNS), "rows": [demo_cells(row) for row in rows]},
         scatter=lay_out_scatter([(row.name, row.bits, row.kl_mean) for row in rows]),
@@ -93,13 +77,6 @@ def render(report: Report) -> str:
     )
 
 
-def format_figure(value: float) -> str:
-    """Three significant digits, – without a value."""
-    if not math.isfinite(value):
-        return "–"
-    return f"{value:.3g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
-
-
 def _drift_desc(picture: Columns, series: Series) -> str:
     known = [(value, column.layer) for value, column in zip(series.values, picture.columns) if not column.missing]
     if not known:
@@ -109,11 +86,3 @@ def _drift_desc(picture: Columns, series: Series) -> str:
         f"one column a layer, {len(known)} layers, from {format_figure(low)} in layer {lowest} "
         f"to {format_figure(high)} in layer {highest}"
     )
-
-
-def _place(value: float) -> str:
-    return f"{value:.3f}".rstrip("0").rstrip(".")
-
-
-def _family(name: str) -> str:
-    return "lamina" if name.startswith("lamina") else "other"

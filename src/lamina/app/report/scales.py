@@ -1,7 +1,7 @@
 """From figures to places in a picture."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -62,3 +62,27 @@ def decade_text(exponent: int) -> str:
     if exponent < -5 or exponent > 4:
         return f"1e{exponent}"
     return f"{10.0**exponent:.{max(0, -exponent)}f}"
+
+
+@dataclass(frozen=True)
+class LinearScale:
+    """Places values from zero to ``high`` evenly between two ends of an axis."""
+
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Place of a value."""
+        return self.start + value / self.high * (self.end - self.start)
+
+
+def linear_ticks(scale: LinearScale, text: Callable[[float], str], *, binary: bool = False) -> list[Tick]:
+    """At most seven ticks from zero on, at multiples of 1, 2 or 5 times a power of ten, or of a power of two."""
+    least = scale.high / 6
+    if binary:
+        step = 2.0 ** math.ceil(math.log2(least))
+    else:
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(power * n for n in (1, 2, 5, 10) if power * n >= least * (1 - 1e-9))
+    return [Tick(scale(step * i), text(step * i)) for i in range(int(scale.high / step * (1 + 1e-9)) + 1)]
