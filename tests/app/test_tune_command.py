@@ -27,6 +27,12 @@ def test_tunes_to_bits_and_generates_with_it(tune, tiny, lamina, text_file):
     text = ("--prompt", "x" * 500, "--max-new-tokens", 70, "--json")
     live = json.loads(lamina("generate", tiny.model, "--profile", out, *text).stdout)
     assert live["firings"] == 1 and live["tier_mean"] <= 3.0
+    trace = out.parent / "run.jsonl"
+    watched = lamina("generate", tiny.model, "--profile", out, *text[:-1], "--watch", "--trace", trace)
+    assert watched.exit_code == 0 and "1 firing" in watched.stderr and "1 firings, tiers" in watched.stderr
+    assert len(watched.stdout.strip()) > 0, "the text comes as it does without a view"
+    shown = json.loads(lamina("trace", trace, "--json").stdout)
+    assert shown["firings"] == 1 and shown["pages_closed"] > 0
     fixed = json.loads(lamina("generate", tiny.model, "--profile", out, *text, "--fixed").stdout)
     assert fixed["firings"] == 0
 

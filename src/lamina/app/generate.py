@@ -18,6 +18,7 @@ from lamina.app.output import check_output
 from lamina.app.screen import Screen
 from lamina.app.speed import UNTIMED_STEPS
 from lamina.app.values import format_bytes, parse_bytes, parse_tier
+from lamina.app.watch import Watch
 from lamina.basis.profile import Profile
 from lamina.codec import TIERS
 from lamina.control.config import ControllerConfig, Policy
@@ -68,6 +69,7 @@ class GenerationRequest:
     live: bool | None = None
     target_bits: float | None = None
     trace: Path | None = None
+    watch: bool = False
     sampling: Sampling = Sampling()
     chat: bool | None = None
     dtype: str = "auto"
@@ -161,14 +163,17 @@ def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool =
     with ExitStack() as watching:
         if request.trace is not None:
             watching.enter_context(Trace(request.trace, cache))
+        write = screen.write
+        if request.watch:
+            write = watching.enter_context(Watch(cache, screen.err)).write
         done = generate_text(
             loaded,
             ids,
             cache,
             max_new_tokens=request.max_new_tokens,
             sampling=request.sampling,
-            on_text=screen.write if stream else None,
-            screen=screen,
+            on_text=write if stream else None,
+            screen=None if request.watch else screen,
         )
     if stream:
         screen.write("\n")
