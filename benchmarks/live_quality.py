@@ -28,7 +28,7 @@ from lamina.eval.fidelity import ArmResult, measure_fidelity
 from lamina.eval.tuning import LIVE, FixedArm
 
 FIXED = ("lamina-int2", "lamina-k4v2", "lamina-k2v4", "lamina-live-2.5", "lamina-live-3")
-STATIC_TRIALS = 6
+STATIC_TRIALS = 4
 
 Rows = list[tuple[ArmResult, str]]
 

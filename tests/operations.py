@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import oracle
 from helpers import EXACT, ROWS, START, TIER, check_slots, oracle_basis, relative_error, storage_bytes, stored
-from lamina.attention.dispatch import CPU_KERNEL_QUERIES
+from lamina.attention.dispatch import KERNEL_QUERIES
 from lamina.attention.types import AttentionOutput
 from lamina.basis.calibrate import calibrate
 from lamina.basis.profile import Profile
@@ -350,7 +350,7 @@ class Twin:
         if layer.index not in self.compared:
             self.check_pages(layer.index, contents=False)
         self.compared.add(layer.index)
-        view, own = stored(layer.store.view()), query.shape[2] > CPU_KERNEL_QUERIES
+        view, own = stored(layer.store.view()), query.shape[2] > KERNEL_QUERIES
         at = slice(None) if only is None else slice(only, only + 1)
         view = replace(view, page_ids=view.page_ids[at], lengths=view.lengths[at])
         rows = tuple(x.numpy() for x in chunk) if own else None

@@ -9,8 +9,8 @@ from lamina.attention.blocked import attend_blocked
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.pages.view import StoreView
 
-CPU_KERNEL_QUERIES = 8
-"""Query tokens up to which the CPU kernel is used; longer chunks are faster as matrix products."""
+KERNEL_QUERIES = 8
+"""Query tokens up to which the kernels are used; longer chunks are faster as matrix products."""
 
 CPU_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,20 +32,26 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
     chunk : (Tensor, Tensor)
         Rows ``[B, H, T, D]`` of these T tokens.
     """
-    known = view.exact.dtype in CPU_KERNEL_DTYPES
-    if q_bhtd.device.type == "cpu" and q_bhtd.shape[2] <= CPU_KERNEL_QUERIES and known:
+    device, few = q_bhtd.device.type, q_bhtd.shape[2] <= KERNEL_QUERIES
+    if few and device == "cpu" and view.exact.dtype in CPU_KERNEL_DTYPES:
         from lamina.attention.cpu import attend_cpu
 
         return attend_cpu(q_bhtd, view, basis).with_sinks(basis.sinks)
-    if q_bhtd.device.type != "cpu" or not known:
-        _announce_once(f"{q_bhtd.device.type} in {view.exact.dtype}")
+    if few and device == "cuda":
+        from lamina.attention.cuda.decode import attend_cuda, why_not
+
+        reason = why_not(q_bhtd, view)
+        if reason is None:
+            return attend_cuda(q_bhtd, view, basis).with_sinks(basis.sinks)
+        _announce_once(f"decoding runs in plain torch, in float32: {reason}")
+    elif few:
+        _announce_once(
+            f"decoding on {device} in {view.exact.dtype} runs in plain torch, in float32: there is no kernel"
+        )
     return attend_blocked(q_bhtd, view, basis, chunk).with_sinks(basis.sinks)
 
 
 def _announce_once(what: str) -> None:
     if what not in _announced:
         _announced.add(what)
-        logger.warning(
-            "attention on %s runs in plain torch, in float32: compiled kernels are for CPU rows of 16 or 32 bits",
-            what,
-        )
+        logger.warning("attention: %s", what)

@@ -1,0 +1,147 @@
+"""Decode attention on NVIDIA GPUs: launches the kernels of ``decode.cu``."""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from lamina.attention.cuda.nvrtc import Module
+from lamina.attention.types import AttentionOutput, ReadBasis
+from lamina.codec import PAGE_TOKENS
+from lamina.pages.view import StoreView
+
+WARPS, SLOTS, BLOCKS = 4, 4, 3
+"""Warps a block, slots of a warp's ring and blocks a multiprocessor, as in ``decode.cu``."""
+
+COLUMNS_PER_TILE = 8
+MOST_TILES = 2
+MOST_DIM = 256
+OLDEST = (8, 0)
+"""Compute capability from which on the kernels run."""
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "q", "q_meta", "q_exact", "records", "slabs", "exact", "table", "page_ids", "lengths", "kappa", "partial"
+        )),
+        *((name, ctypes.c_int) for name in ("width", "splits", "tokens", "sink", "recent")),
+        ("softcap", ctypes.c_float),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the kernels are compiled for; the fields are the macros of ``decode.cu``."""
+
+    head_dim: int
+    group: int
+    tiles: int
+    n_kv_heads: int
+    centered: bool
+    capped: bool
+    kind: int
+
+    def defines(self) -> dict[str, int]:
+        """Macros."""
+        names = ("D", "G", "NT", "HKV", "CENTERED", "CAPPED", "KIND")
+        values = (self.head_dim, self.group, self.tiles, self.n_kv_heads, self.centered, self.capped, self.kind)
+        return dict(zip(names, map(int, values)))
+
+    @property
+    def columns(self) -> int:
+        """Columns, one a query token and head, padded."""
+        return self.tiles * COLUMNS_PER_TILE
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the warps' rings, or what the merge and exact rows take."""
+        ring = WARPS * SLOTS * (17 * self.head_dim + 512)
+        merge = self.columns * (WARPS * (self.head_dim + 2) + WARPS * PAGE_TOKENS + self.head_dim)
+        return max(ring, 4 * merge)
+
+
+def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    _, n_q, tokens, dim = q_bhtd.shape
+    group = n_q // view.layout.n_heads
+    if torch.version.hip is not None or torch.cuda.get_device_capability(q_bhtd.device) < OLDEST:
+        return "the GPU is no NVIDIA GPU of compute capability 8.0 or newer"
+    if view.exact.dtype not in KINDS or q_bhtd.dtype != view.exact.dtype:
+        return f"rows are {view.exact.dtype}"
+    if dim % 16 or dim > MOST_DIM:
+        return f"the head dimension is {dim}; the kernels take multiples of 16 up to {MOST_DIM}"
+    if group * tokens > MOST_TILES * COLUMNS_PER_TILE:
+        most = MOST_TILES * COLUMNS_PER_TILE
+        return f"{tokens} query tokens of {group} heads a KV head are more than the {most} columns of the kernels"
+    return None
+
+
+@cache
+def _module(geometry: Geometry, device: torch.device) -> Module:
+    source = files("lamina.attention.cuda").joinpath("decode.cu").read_text(encoding="utf-8")
+    return Module(source, geometry.defines(), device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attend_cuda(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int | None = None) -> AttentionOutput:
+    """Attend from the last T tokens of each sequence, a few at most; what :func:`why_not` has no objection to.
+
+    Parameters
+    ----------
+    q_bhtd : Tensor
+        ``[B, Hq, T, D]`` on a GPU, after RoPE.
+    view : StoreView
+        Pages, the T tokens included; table, page ids and lengths are copied to the GPU unless they are there.
+    basis : ReadBasis
+        How packed rows are read; sink logits are left to :meth:`AttentionOutput.with_sinks`.
+    splits : int, optional
+        Shares that the pages of a sequence are cut into; chosen to fill the GPU unless told.
+    """
+    batch, n_q, tokens, dim = q_bhtd.shape
+    n_kv, device, width = view.layout.n_heads, q_bhtd.device, view.page_ids.shape[1]
+    group = n_q // n_kv
+    tiles = -(-group * tokens // COLUMNS_PER_TILE)
+    geometry = Geometry(dim, group, tiles, n_kv, view.layout.centered, basis.softcap != 0, KINDS[view.exact.dtype])
+    kernels, columns = _module(geometry, device), geometry.columns
+    if splits is None:
+        splits = max(1, min(_processors(device) * BLOCKS // (batch * n_kv), -(-width // (2 * WARPS))))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    packed = empty(batch, n_kv, columns, dim, dtype=torch.float16)
+    meta, exact = empty(batch, n_kv, columns, 4), empty(batch, n_kv, columns, dim)
+    partial = empty(splits + 1, batch, n_kv, columns, dim + 2)
+    out = empty(batch, tokens, n_q, dim, dtype=q_bhtd.dtype)
+    lse_packed, lse = empty(2, batch, n_q, tokens)
+    q_bhtd = q_bhtd if q_bhtd.stride(-1) == 1 else q_bhtd.contiguous()
+    strides = (ctypes.c_longlong(x) for x in q_bhtd.stride()[:3])
+    log2e = math.log2(math.e)
+    kernels.launch(
+        "lamina_query", (columns, n_kv, batch), -(-dim // 32) * 32, q_bhtd, *strides, basis.q_forward,
+        basis.scaling * log2e, tokens, packed, meta, exact,
+    )  # fmt: skip
+    table, page_ids, lengths = (t.to(device) for t in (view.table, view.page_ids, view.lengths))
+    held = (packed, meta, exact, view.records, view.slabs, view.exact, table, page_ids, lengths, basis.kappa, partial)
+    params = _Params(
+        *(t.data_ptr() for t in held), width, splits, tokens, view.window.sink, view.window.recent,
+        basis.softcap * log2e,
+    )  # fmt: skip
+    grid = (splits + 1, n_kv, batch)
+    kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes)
+    kernels.launch(
+        "lamina_merge", (n_kv, batch, group * tokens), dim, partial, basis.v_forward.mT.contiguous(), basis.mean_v,
+        splits, tokens, batch, out, lse_packed, lse,
+    )  # fmt: skip
+    return AttentionOutput(out, lse_packed, lse)

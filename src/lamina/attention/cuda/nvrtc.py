@@ -1,0 +1,122 @@
+"""CUDA C++ compiled at run time with the NVRTC that comes with torch, and launched on torch's stream."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.errors import LaminaError
+
+MOST_DYNAMIC_SHARED = 8
+"""Number of the driver's function attribute."""
+OPTIONS = ("--std=c++17",)
+
+
+class KernelError(LaminaError):
+    """A kernel cannot be compiled or launched here."""
+
+
+@cache
+def _nvrtc() -> Any:
+    names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    spec = find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        names += sorted(str(p) for p in Path(folder).glob("*/lib/libnvrtc.so*"))
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise KernelError("there is no NVRTC library, which comes with torch for CUDA; install torch with CUDA")
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise KernelError(f"there is no NVIDIA driver: {error}") from error
+
+
+class Module:
+    """Kernels of one compiled source.
+
+    Parameters
+    ----------
+    source : str
+        CUDA C++ without includes.
+    defines : dict
+        Macros.
+    device : torch.device
+        What it is compiled for and loaded on.
+    """
+
+    def __init__(self, source: str, defines: dict[str, int], device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        options = [*OPTIONS, f"--gpu-architecture=sm_{major}{minor}", *(f"-D{k}={v}" for k, v in defines.items())]
+        binary = _compile(source, options)
+        self.device, self.module = device, ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()
+            _check(_driver().cuModuleLoadData(ctypes.byref(self.module), binary), "cuModuleLoadData")
+        self.functions: dict[str, ctypes.c_void_p] = {}
+
+    def launch(self, name: str, grid: Sequence[int], threads: int, *arguments: Any, shared: int = 0) -> None:
+        """Launch a kernel; tensors are passed as pointers, int as 32 bits, ctypes values as they are.
+
+        ``shared`` is the shared memory of a block in bytes that the launch provides.
+        """
+        if name not in self.functions:
+            found = ctypes.c_void_p()
+            _check(_driver().cuModuleGetFunction(ctypes.byref(found), self.module, name.encode()), name)
+            if shared:
+                _check(_driver().cuFuncSetAttribute(found, MOST_DYNAMIC_SHARED, shared), name)
+            self.functions[name] = found
+        values = [_argument(x) for x in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        _check(
+            _driver().cuLaunchKernel(self.functions[name], *grid, threads, 1, 1, shared, stream, pointers, None), name
+        )
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    if isinstance(x, float):
+        return ctypes.c_float(x)
+    return ctypes.c_int(x) if isinstance(x, int) else x
+
+
+def _compile(source: str, options: list[str]) -> bytes:
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    _check_rtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"lamina.cu", 0, None, None), "create")
+    encoded = [o.encode() for o in options]
+    status = nvrtc.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
+    if status:
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise KernelError(f"the kernel does not compile ({' '.join(options)}): {log.value.decode()}")
+    size = ctypes.c_size_t()
+    _check_rtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "size")
+    binary = ctypes.create_string_buffer(size.value)
+    _check_rtc(nvrtc.nvrtcGetCUBIN(program, binary), "binary")
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
+
+
+def _check_rtc(status: int, what: str) -> None:
+    if status:
+        raise KernelError(f"NVRTC failed with status {status} ({what})")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise KernelError(f"the CUDA driver failed with status {status} ({what})")
