@@ -24,11 +24,10 @@ class Policy(StrEnum):
 
 
 class TauRule(StrEnum):
-    """How the threshold follows the context: not at all, with its square root, and with the signals' own history."""
+    """How the threshold follows the context: not at all, or with its square root."""
 
     FIXED = "fixed"
     SQRT = "sqrt"
-    ADAPTIVE = "adaptive"
 
 
 class Schedule(StrEnum):

@@ -10,7 +10,7 @@ from lamina.codec import TIERS
 from lamina.control.canary import Signals
 from lamina.control.config import Canary, ControllerConfig, Policy, Schedule, TauRule
 from lamina.control.policies import allocate, hysteresis, threshold, vote
-from lamina.control.tau import AdaptiveTau, sqrt_tau
+from lamina.control.tau import sqrt_tau
 from lamina.errors import ConfigError
 
 Table = list[list[float]]
@@ -108,7 +108,6 @@ class Controller:
             raise ConfigError(f"{len(self.weights)} weights do not fit {len(self.tiers)} layers")
         self.reduce = reduce
         self.tracks = [Track() for _ in range(2 * len(self.tiers))]
-        self.adaptive = AdaptiveTau()
         self.step = 0
         self.frozen = False
         self.random = random.Random(config.seed)
@@ -150,7 +149,7 @@ class Controller:
             for bits, value in zip(TIERS, row):
                 old = track.ema.get(bits)
                 track.ema[bits] = value if old is None else old + alpha * (value - old)
-        tau = self._tau(table, context)
+        tau = self._tau(context)
         before = list(self.tiers)
         self._choose(tau)
         for i, (old_pair, new_pair) in enumerate(zip(before, self.tiers)):
@@ -172,7 +171,6 @@ class Controller:
             "config": asdict(self.config),
             "tiers": [list(pair) for pair in self.tiers],
             "tracks": [asdict(track) | {"ema": {str(b): x for b, x in track.ema.items()}} for track in self.tracks],
-            "adaptive": [self.adaptive.fast, self.adaptive.slow],
             "step": self.step,
             "frozen": self.frozen,
             "random": [state[0], list(state[1]), state[2]],
@@ -187,7 +185,6 @@ class Controller:
             tracks = [
                 Track(**{**t, "ema": {int(b): float(x) for b, x in t["ema"].items()}}) for t in snapshot["tracks"]
             ]
-            fast, slow = snapshot["adaptive"]
             version, words, gauss = snapshot["random"]
             step, frozen = int(snapshot["step"]), bool(snapshot["frozen"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -197,7 +194,6 @@ class Controller:
         if any(bits not in TIERS for pair in tiers for bits in pair):
             raise ConfigError(f"the snapshot's tiers {tiers} are not all of {', '.join(map(str, TIERS))} bits")
         self.tiers, self.tracks, self.step, self.frozen = tiers, copy.deepcopy(tracks), step, frozen
-        self.adaptive.fast, self.adaptive.slow = fast, slow
         self.random.setstate((version, tuple(words), gauss))
 
     def _table(self, signals: Mapping[int, Signals]) -> Table:
@@ -208,16 +204,9 @@ class Controller:
             table += [[w * x[b] for b in TIERS] for x, w in sides] or [[], []]
         return table
 
-    def _tau(self, table: Table, context: int) -> float:
+    def _tau(self, context: int) -> float:
         c = self.config
-        if c.tau_rule == TauRule.FIXED:
-            return c.tau0
-        tau = sqrt_tau(c.tau0, context, c.tau_context)
-        if c.tau_rule == TauRule.ADAPTIVE:
-            level = [row[0] for row in table[::2] if row]
-            self.adaptive.update(sum(level) / max(len(level), 1))
-            tau *= self.adaptive.factor
-        return tau
+        return c.tau0 if c.tau_rule == TauRule.FIXED else sqrt_tau(c.tau0, context, c.tau_context)
 
     def _choose(self, tau: float) -> None:
         known = [i for i in range(len(self.tiers)) if self.tracks[2 * i].ema]
