@@ -26,7 +26,7 @@ from lamina.eval.arms import LiveArm
 from lamina.eval.fidelity import measure_fidelity
 
 AFTER = 200
-GRID = (0.8, 0.9, 1.0, 1.1, 1.26)
+GRID = (1.0, 1.1)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from lamina.basis.moments import MomentAccumulator
 from lamina.basis.profile import LayerProfile, energies
 from lamina.basis.text import load_documents
 from lamina.basis.transforms import make_transform
-from lamina.codec import TIERS
+from lamina.codec import PAGE_TOKENS, TIERS
 from lamina.control.canary import anchored, ring
 from lamina.control.live import RING_TOKENS, read_witnesses
 from lamina.engines.hf_settings import layer_scaling
@@ -35,6 +35,7 @@ from lamina.eval.drift import attention_drift
 from lamina.eval.layer_drift import LayerRows, record_rows
 from lamina.pages import Budget, LayerStore
 from lamina.pages.table import EXACT, START, TIER
+from lamina.pages.witness import witness_row
 
 QUERIES = 32
 
@@ -126,12 +127,16 @@ def summary(layers: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, fl
 
 
 def sparse_head(tokens: int, seed: int, needles: int = 3, packed_mass: float = 0.7) -> LayerRows:
-    """One KV head with four query heads whose mass lies on a few needles among random keys, the rest in the window."""
+    """One KV head with four query heads whose mass lies on a few needles among random keys, the rest in the window.
+
+    Heads differ in how far their keys spread, as layers do, and so in how far 2 bits make attention drift.
+    """
     g = torch.Generator().manual_seed(seed)
     dim = 64
     q = torch.randn(4, QUERIES, dim, generator=g)
     q = q.mean((0, 1)) * 16 + 0.1 * q
     k, v = torch.randn(2, 1, tokens, dim, generator=g)
+    k *= 2 ** ((seed - 3.5) / 2)
     direction = q.mean((0, 1)) / q.mean((0, 1)).norm()
     places = torch.randint(64, tokens - 600, (needles,), generator=g)
     size = float(q.mean((0, 1)).norm()) * dim**-0.5
@@ -154,6 +159,17 @@ def calibrated(rows: LayerRows) -> LayerProfile:
     return LayerProfile(transform.float(), kappa, *energies(transform, moments))
 
 
+def memory(layers: int = 80, kv_heads: int = 8, head_dim: int = 128, item_bytes: int = 2) -> list[dict[str, Any]]:
+    """Bytes a sequence of both canaries, for the shape of Llama 3.1 70B; the ring keeps keys, witnesses both sides."""
+    row = layers * kv_heads * head_dim * item_bytes
+    found = []
+    for context in (2048, 8192, 32768, 131072):
+        n = sum(witness_row(start) is not None for start in range(0, context, PAGE_TOKENS))
+        bits = 8 * item_bytes * n / context
+        found.append({"context": context, "ring": RING_TOKENS * row, "witnesses": 2 * n * row, "rows": n, "bits": bits})
+    return found
+
+
 @torch.no_grad()
 def main() -> None:
     """Run on real text, and on synthetic sparse heads if asked."""
@@ -163,8 +179,15 @@ def main() -> None:
     parser.add_argument("--text")
     parser.add_argument("--seq-len", type=int, default=1500)
     parser.add_argument("--synthetic", action="store_true", help="heads with three needles and 70 % packed mass")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--memory", action="store_true", help="only say what the canaries keep of a 70B model")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.memory:
+        for row in memory():
+            print(row)
+        return
+    if args.json is None:
+        parser.error("--json OUT is needed")
     if args.synthetic:
         heads = (sparse_head(args.seq_len, seed) for seed in range(8))
         layers = [one_layer(rows, calibrated(rows), 64**-0.5) for rows in heads]

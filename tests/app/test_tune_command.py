@@ -4,7 +4,7 @@ import pytest
 
 from lamina.basis.profile import Profile
 
-SHORT = ("--tokens", 640, "--seq-len", 640)
+SHORT = ("--tokens", 704, "--seq-len", 704)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_tunes_to_a_kl_and_keeps_weights(tune, lamina, tiny, tmp_path, text_file
         (("--max-kl", "nan"), "--max-kl nan positive"),
         (("--max-kl", 0.1, "--policy", "allocate"), "unknown policy 'allocate'; threshold, hysteresis, vote"),
         (("--target-bits", 3, "--policy", "vote"), "--policy goes with --max-kl"),
-        (("--max-kl", 0.1, "--seq-len", 300, "--tokens", 300), "raise --seq-len to 576"),
+        (("--max-kl", 0.1, "--seq-len", 300, "--tokens", 300), "raise --seq-len to 704"),
         (("--max-kl", 0.1, "--seq-len", 8192, "--tokens", 8192), "4096 positions"),
     ],
 )
@@ -74,4 +74,5 @@ def test_generate_refuses_what_excludes_itself(tiny, refused, text_file):
     refused(*base, "--fixed", "--target-bits", 3, words="--fixed")
     refused(*base, "--tier", 4, "--target-bits", 3, words="--tier 4 fixes")
     refused(*base, "--target-bits", 9, words="--target-bits 9 between 2 and 8")
+    refused(*base, "--target-bits", 3, "--trace", tiny.profile, words="would replace a file that is read")
     refused(*base, "--target-bits", 3, "--trace", text_file / "run.jsonl", words="cannot write")

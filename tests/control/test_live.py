@@ -230,3 +230,98 @@ def test_every_rank_decides_alike_on_averaged_signals() -> None:
     second = ranks[1].decide(signals(3.0), 100)
     assert first is not None and second is not None and first.signals == second.signals and first.tiers == second.tiers
     assert merge_tiers([[(2, 4)], [(4, 4)], [(8, 2)]]) == [(8, 4)]
+
+
+def test_a_listener_that_fails_leaves_the_cache_whole() -> None:
+    model, ids = build("Llama"), tokens(1, 450)
+    cache, clean = (cache_of(model, OFTEN) for _ in range(2))
+
+    def full(event: dict[str, Any]) -> None:
+        raise OSError(28, "no space left")
+
+    cache.listeners.append(full)
+    with pytest.raises(OSError, match="no space left"):
+        logits_of(model, ids[:, :400], **cache_kwarg(model, cache))
+    assert {layer.seen for layer in cache.ours} == {400} and cache.lengths == [400]
+    cache.listeners.clear()
+    logits_of(model, ids[:, :400], **cache_kwarg(model, clean))
+    assert torch.equal(decode(model, cache, ids, 400), decode(model, clean, ids, 400))
+
+
+def test_signals_that_are_not_finite_are_left_out() -> None:
+    from lamina.control.canary import Signals
+
+    good = Signals({2: 0.1, 4: 0.01, 8: 0.001}, {2: 0.1, 4: 0.01, 8: 0.001})
+    bad = Signals({2: math.nan, 4: 0.01, 8: 0.001}, {2: math.inf, 4: 0.01, 8: 0.001})
+    controller = Controller(OFTEN, [(2, 2)] * 2)
+    first = controller.decide({0: bad, 1: good}, 100)
+    assert first is not None and first.ema[0] == first.ema[1] == [] and first.ema[2] == [0.1, 0.01, 0.001]
+    second = controller.decide({0: good, 1: bad}, 100)
+    assert second is not None and second.ema == [[0.1, 0.01, 0.001]] * 4
+
+
+def test_a_copied_cache_has_a_controller_of_its_own() -> None:
+    model, ids = build("Llama"), tokens(1, 460)
+    cache = cache_of(model, OFTEN)
+    logits_of(model, ids[:, :400], **cache_kwarg(model, cache))
+    decode(model, cache, ids[:, :450], 400)
+    other = copy.deepcopy(cache)
+    assert cache.controller is not None and other.controller is not None
+    assert other.controller.snapshot() == cache.controller.snapshot()
+    step = cache.controller.step
+    decode(model, other, ids, 450)
+    assert cache.controller.step == step and other.controller.step == step + 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"random": [3, [1, 2], None]},
+        {"step": math.inf},
+        {"frozen": "false"},
+        {"tiers": [[2.0, 3.0]] * 2},
+        {"tracks": [{"ema": {"2": math.nan, "4": 0.1, "8": 0.1}}] * 4},
+        {"tracks": [{"ema": {"2": 0.1}}] * 4},
+        {"tracks": [{"kept": None}] * 4},
+        {"tracks": [{"decisions": ["x"]}] * 4},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_a_damaged_snapshot_changes_nothing(change: dict[str, Any]) -> None:
+    controller = Controller(OFTEN, [(2, 4)] * 2)
+    before = controller.snapshot()
+    with pytest.raises(ConfigError):
+        controller.load({**json.loads(json.dumps(before)), **change})
+    assert controller.snapshot() == before
+
+
+@pytest.mark.parametrize("table", [None, [], [[0.1, 0.1]] * 4, [["a", "b", "c"]] * 4, [[0.1, 0.1, 0.1]] * 3])
+def test_a_reduction_of_another_shape_is_refused(table: Any) -> None:
+    from lamina.control.canary import Signals
+
+    good = Signals({2: 0.1, 4: 0.01, 8: 0.001}, {2: 0.1, 4: 0.01, 8: 0.001})
+    controller = Controller(OFTEN, [(2, 2)] * 2, reduce=lambda _: table)
+    with pytest.raises(ConfigError, match="reduction of signals returned"):
+        controller.decide({0: good, 1: good}, 100)
+
+
+def test_tiers_that_are_frozen_can_be_set() -> None:
+    cache, _, _ = run(OFTEN, n=450)
+    with pytest.raises(ConfigError, match="freeze it first"):
+        cache.tiers = 4
+    assert cache.controller is not None
+    cache.controller.freeze()
+    cache.tiers = 4
+    assert cache.tiers == ((4, 4), (4, 4)) == tuple(cache.controller.tiers)
+
+
+def test_long_drafts_count_as_decoding() -> None:
+    model, ids = build("Llama"), tokens(1, 500)
+    cache = cache_of(model, OFTEN)
+    heard: list[Firing] = []
+    assert cache.control is not None
+    cache.control.on_firing = heard.append
+    logits_of(model, ids[:, :400], **cache_kwarg(model, cache))
+    for part in ids[:, 400:].split(20, 1):
+        logits_of(model, part, **cache_kwarg(model, cache))
+    assert [f.step for f in heard] == [20, 40, 60, 80, 100]

@@ -154,6 +154,9 @@ def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool =
     settings = controller_settings(request, profile)
     if request.trace is not None:
         check_output(request.trace, "--trace", "run.jsonl")
+        for read in (request.profile, request.prompt_file):
+            if read is not None and request.trace.resolve() == read.resolve():
+                raise ConfigError(f"--trace {request.trace} would replace a file that is read; name another one")
     loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device, profile=profile)
     ids = encode_prompt(loaded, prompt, chat=request.chat)
     check_room(loaded, ids, request.max_new_tokens)

@@ -21,6 +21,8 @@ class TraceRequest:
 
 def run_trace(request: TraceRequest) -> Path:
     """Write the page; returns its file."""
+    if not request.file.name:
+        raise ConfigError(f"{request.file} is a folder; name a trace")
     output = request.output or request.file.with_suffix(".html")
     if output.resolve() == request.file.resolve():
         raise ConfigError(f"the page would replace the trace {request.file}; choose another file with -o")

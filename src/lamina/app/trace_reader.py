@@ -142,14 +142,14 @@ def read_trace(path: Path) -> Run:
             for number, line in enumerate(file, 1):
                 try:
                     event = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if run is not None and not line.endswith(b"\n"):
                         run.cut_line = number
                         break
                     raise DataError(_damaged(path, number, "it is no JSON")) from error
                 try:
                     run = _first(event) if run is None else _next(run, event)
-                except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
                     what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
                     raise DataError(_damaged(path, number, what)) from error
     except OSError as error:
@@ -185,6 +185,8 @@ def _first(event: dict[str, Any]) -> Run:
     )
     if not layers or len(set(layers)) < len(layers):
         raise ValueError("no layer is packed, or one is named twice")
+    if min(start.sizes) < 1:
+        raise ValueError("a layer has no heads or no channels")
     return Run(start, pages={layer: {} for layer in layers}, seconds=float(event["seconds"]))
 
 
@@ -202,6 +204,8 @@ def _next(run: Run, event: dict[str, Any]) -> Run:
 
 
 def _firing(run: Run, event: dict[str, Any]) -> None:
+    if run.start.controller is None:
+        raise ValueError("a firing without a controller")
     tiers = _pairs(event["tiers"], len(run.start.layers))
     if len(event["ema"]) != 2 * len(tiers):
         raise ValueError(f"{len(event['ema'])} smoothed signals do not fit {len(tiers)} layers")

@@ -80,9 +80,9 @@ class ControllerConfig:
     alpha: float = 0.1
     tau0: float = 0.022
     tau_context: int = 4096
-    demote_below: float = 0.5
-    patience: int = 3
-    dwell: int = 4
+    demote_below: float = 0.35
+    patience: int = 4
+    dwell: int = 6
     votes: int = 5
     target_bits: float = 3.0
 

@@ -16,7 +16,7 @@ from lamina.control.state import Controller, Firing
 from lamina.pages import LayerStore
 
 RING_TOKENS = 64
-DECODE_TOKENS = 8
+DECODE_TOKENS = 32
 """Query tokens up to which a call counts as decoding, drafts included; longer ones are prompts."""
 FEWEST_WITNESSES = 4
 
@@ -67,7 +67,7 @@ class LiveControl:
             self.firing = self.controller.fires(query.shape[2])
         if self.firing:
             found = [self._one(query[b, :, -1], b, store, encoder, basis, result) for b in range(len(query))]
-            kept = [s for s in found if s is not None]
+            kept = [s for s in found if s is not None and all(bool(x.isfinite().all()) for d in s for x in d.values())]
             if kept:
                 self.signals[self.layers.index(index)] = Signals(
                     *({bits: _mean(s[side][bits] for s in kept) for bits in TIERS} for side in (0, 1))

@@ -1,6 +1,7 @@
 """The controller's state: smoothed signals, decisions so far, and when to fire next."""
 
 import copy
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,8 @@ Reduce = Callable[[Table], Table]
 """Averages signals over ranks, so that every rank decides alike; the identity on one rank."""
 
 FORMAT = "lamina-controller"
+UNQUANTISED = 16
+"""Bits of a layer that was never decided on, where rows are simulated."""
 
 
 @dataclass
@@ -41,6 +44,13 @@ class Track:
     kept: int = 0
     below: int = 0
     quiet: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all fields have values that a run can give them."""
+        known = set(self.ema) in (set(), set(TIERS)) and all(math.isfinite(x) for x in self.ema.values())
+        counts = (self.kept, self.below, self.quiet)
+        return known and all(type(n) is int for n in counts) and all(bits in TIERS for bits in self.decisions)
 
 
 @dataclass(frozen=True)
@@ -99,9 +109,11 @@ class Controller:
     ) -> None:
         self.config = config
         self.tiers: list[tuple[int, int]] = [(int(k), int(v)) for k, v in tiers]
+        if any(bits not in (*TIERS, UNQUANTISED) for pair in self.tiers for bits in pair):
+            raise ConfigError(f"tiers {self.tiers} are not all of {', '.join(map(str, (*TIERS, UNQUANTISED)))} bits")
         self.sizes = list(sizes) if sizes is not None else [1.0] * len(self.tiers)
-        if len(self.sizes) != len(self.tiers):
-            raise ConfigError(f"{len(self.sizes)} sizes do not fit {len(self.tiers)} layers")
+        if len(self.sizes) != len(self.tiers) or not all(size > 0 for size in self.sizes):
+            raise ConfigError(f"sizes {self.sizes} are not {len(self.tiers)} positive numbers, one a layer")
         weighted = weights is not None and config.canary == Canary.ANCHORED
         self.weights = [(float(k), float(v)) for k, v in weights or ()] if weighted else [(1.0, 1.0)] * len(self.tiers)
         if len(self.weights) != len(self.tiers):
@@ -121,7 +133,7 @@ class Controller:
         """Count ``tokens`` decode steps that are done in one call; whether signals should be taken in it."""
         before, self.step = self.step, self.step + tokens
         if self.config.schedule == Schedule.PERIODIC:
-            due = int(self.step * self.config.rate) > int(before * self.config.rate)
+            due = int(self.step * self.config.rate + 1e-9) > int(before * self.config.rate + 1e-9)
         else:
             due = sum(self.random.random() < self.config.rate for _ in range(tokens)) > 0
         return due and not self.frozen
@@ -143,7 +155,7 @@ class Controller:
         """
         if self.frozen or not signals:
             return None
-        table = self.reduce(self._table(signals))
+        table = self._checked(self.reduce(self._table(signals)))
         alpha = self.config.alpha
         for track, row in zip(self.tracks, table):
             for bits, value in zip(TIERS, row):
@@ -158,6 +170,12 @@ class Controller:
                 track.kept = 0 if old_pair[side] != new_pair[side] else track.kept + 1
         ema = [[track.ema[bits] for bits in TIERS] if track.ema else [] for track in self.tracks]
         return Firing(self.step, context, tau, table, ema, list(self.tiers))
+
+    def copy(self) -> "Controller":
+        """A controller of its own with the same settings and state."""
+        other = Controller(self.config, self.tiers, self.sizes, self.reduce, self.weights)
+        other.load(self.snapshot())
+        return other
 
     def freeze(self) -> None:
         """Stop all updates; the tiers stay."""
@@ -186,15 +204,31 @@ class Controller:
                 Track(**{**t, "ema": {int(b): float(x) for b, x in t["ema"].items()}}) for t in snapshot["tracks"]
             ]
             version, words, gauss = snapshot["random"]
-            step, frozen = int(snapshot["step"]), bool(snapshot["frozen"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            generator = random.Random()
+            generator.setstate((version, tuple(words), gauss))
+            step, frozen = int(snapshot["step"]), snapshot["frozen"]
+            if not isinstance(frozen, bool) or not all(track.is_sound for track in tracks):
+                raise ValueError("a track or the frozen flag is not what it should be")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"the controller's snapshot is damaged ({error!r}); start without it") from error
         if len(tiers) != len(self.tiers) or len(tracks) != len(self.tracks):
             raise ConfigError(f"the snapshot has {len(tiers)} layers, the model {len(self.tiers)}")
         if any(bits not in TIERS for pair in tiers for bits in pair):
             raise ConfigError(f"the snapshot's tiers {tiers} are not all of {', '.join(map(str, TIERS))} bits")
         self.tiers, self.tracks, self.step, self.frozen = tiers, copy.deepcopy(tracks), step, frozen
-        self.random.setstate((version, tuple(words), gauss))
+        self.random = generator
+
+    def _checked(self, table: Table) -> Table:
+        """What a reduction returned, as numbers; rows with one that is not finite count as not measured."""
+        try:
+            rows = [[float(x) for x in row] for row in table]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the reduction of signals returned no table of numbers ({error})") from error
+        if len(rows) != len(self.tracks) or any(len(row) not in (0, len(TIERS)) for row in rows):
+            raise ConfigError(
+                f"the reduction of signals returned {len(rows)} rows, not {len(self.tracks)} of 0 or 3 numbers"
+            )
+        return [row if all(map(math.isfinite, row)) else [] for row in rows]
 
     def _table(self, signals: Mapping[int, Signals]) -> Table:
         table: Table = []

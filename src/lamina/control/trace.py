@@ -62,8 +62,10 @@ class Trace:
         """Already open."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close."""
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close; the trace of a run that failed has no end."""
+        if kind is not None and self in self.cache.listeners:
+            self.cache.listeners.remove(self)
         self.close()
 
 

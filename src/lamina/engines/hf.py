@@ -169,7 +169,7 @@ class LaminaCache(Cache):
         )
         if self.control is not None:
             self.control.on_firing = lambda firing: weak.emit("firing", **asdict(firing))
-        self.changed = False
+        self.events: list[dict[str, Any]] = []
 
     @property
     def stores(self) -> list[Any]:
@@ -186,9 +186,12 @@ class LaminaCache(Cache):
 
     @tiers.setter
     def tiers(self, tiers: Tiers) -> None:
+        parsed = parse_tiers(tiers, self.profile)
         if self.controller is not None:
-            raise ConfigError("the controller decides the tiers of this cache; freeze it, or make a cache without one")
-        self._tiers = parse_tiers(tiers, self.profile)
+            if not self.controller.frozen:
+                raise ConfigError("the controller decides the tiers of this cache; freeze it first")
+            self.controller.tiers = [parsed[i] for i in self.geometry.packed]
+        self._tiers = parsed
 
     @property
     def average_tier(self) -> float:
@@ -379,8 +382,9 @@ class LaminaCache(Cache):
         """A cache of its own with the same content, settings and budget; snapshots are not copied."""
         self.check_whole()
         copy = object.__new__(type(self))
-        for name in ("profile", "geometry", "window", "codec", "scaling", "config", "controller"):
+        for name in ("profile", "geometry", "window", "codec", "scaling", "config"):
             setattr(copy, name, getattr(self, name))
+        copy.controller = self.controller.copy() if self.controller is not None else None
         copy._tiers = list(self._tiers)
         copy._create(self.budget.max_bytes)
         if self.ours[0].batch_size:
@@ -480,8 +484,7 @@ class LaminaCache(Cache):
         """Layer ``index`` has attended; with the last one the call is whole."""
         if index == self.ours[-1].index:
             self.running = False
-            if self.changed:
-                self.changed = False
+            if self.events:
                 memory, bits = self.memory(), self.bits()
                 self.emit(
                     "memory", tokens=max(self.lengths), bytes=sum(memory.values()), kinds=memory,
@@ -489,10 +492,14 @@ class LaminaCache(Cache):
                 )  # fmt: skip
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Tell the listeners what happened, see docs/trace.md."""
-        self.changed = bool(self.listeners) and event != "memory"
-        for listener in self.listeners:
-            listener({"event": event, **fields})
+        """Tell the listeners what happened, see docs/trace.md; at the end of a call, when the cache is whole again."""
+        if self.listeners:
+            self.events.append({"event": event, **fields})
+        if not self.running:
+            events, self.events = self.events, []
+            for happened in events:
+                for listener in list(self.listeners):
+                    listener(happened)
 
     def check_whole(self) -> None:
         """Raise CacheStateError unless all packed layers hold the same tokens."""

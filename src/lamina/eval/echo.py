@@ -11,14 +11,11 @@ from transformers import PreTrainedModel
 
 from lamina.basis.profile import Profile
 from lamina.control.config import ControllerConfig
-from lamina.control.state import Controller
+from lamina.control.state import UNQUANTISED, Controller
 from lamina.eval.simulate import Rows, SimulatedCache, fake_quantise
 from lamina.pages import WindowConfig
 
 GROUP = 32
-UNQUANTISED = 16
-"""Bits until the first firing."""
-
 ECHO = ControllerConfig(canary="ring", policy="threshold", tau_rule="sqrt", tied=True, tau0=0.022, tau_context=4096)  # type: ignore[arg-type]
 NO_WINDOW = WindowConfig(sink=0, recent=0, rollback=64)
 

@@ -113,7 +113,11 @@ def measure_weights(
         done += sum(s.numel() for s in sequences) * len(group)
     if not heard:
         raise DataError("the text is too short to tune on: nothing left the exact windows; raise --seq-len")
-    signals = torch.tensor([f.signals for f in heard if all(f.signals)], dtype=torch.float64).mean(0)
+    rows = [[f.signals[i] for f in heard if f.signals[i]] for i in range(2 * len(layers))]
+    signals = torch.tensor(
+        [torch.tensor(row, dtype=torch.float64).mean(0).tolist() if row else [0.0] * len(TIERS) for row in rows],
+        dtype=torch.float64,
+    )
     cost = torch.tensor([[max(kl[f"{i}.{s}"] - kl["rest"], 0.0) for s in (0, 1)] for i in layers], dtype=torch.float64)
     weights = cost / signals[:, 0].view(-1, 2).clamp(min=1e-12)
     drift = signals * weights.view(-1, 1)
@@ -185,6 +189,7 @@ def tune_to_kl(
             done += sum(s.numel() for s in text)
         return results
 
+    drifts = [x for s in signals for x in s.values()]
     tau, low, high = _predicted(signals, max_kl), 0.0, math.inf
     best: tuple[float, list[ArmResult]] | None = None
     for n in range(MOST_TRIALS):
@@ -197,12 +202,20 @@ def tune_to_kl(
         else:
             high = tau
         step = min(8.0, max(1 / 8, (0.95 * max_kl / max(worst, 1e-12)) ** 1.2))
+        if low == 0:
+            # The KL falls in steps, where a side's drift is passed: go below the next one, and faster each time.
+            step = min(step, 0.99 * max((d for d in drifts if d < tau), default=tau) / tau, 0.7**n)
         tau = tau * step if low < tau * step < high else math.sqrt(max(low, tau / 64) * min(high, tau * 64))
     if best is None:
-        raise ConfigError(
-            f"no threshold keeps the mean KL within {max_kl:g} on this text: the last one, {tau:.2g}, gave "
-            f"{worst:.2g}; raise --max-kl"
-        )
+        tau = 0.5 * min((d for d in drifts if d > 0), default=tau)
+        results = trial(MOST_TRIALS, tau)
+        worst = max(r.kl_mean for r in results)
+        if worst > max_kl:
+            raise ConfigError(
+                f"no threshold keeps the mean KL within {max_kl:g} on this text: at {tau:.2g}, with all at "
+                f"{TIERS[-1]} bits, it is {worst:.2g}; raise --max-kl"
+            )
+        best = tau, results
     return at(best[0]), best[1]
 
 
