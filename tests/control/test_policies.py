@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from lamina.control.config import ControllerConfig
 from lamina.control.policies import allocate, hysteresis, threshold, vote
 from lamina.control.tau import sqrt_tau
+from lamina.errors import ConfigError
 
 
 def test_threshold_takes_the_fewest_bits_below_tau() -> None:
@@ -67,3 +69,22 @@ def test_allocation_weighs_sizes_and_ignores_what_is_no_number() -> None:
 def test_tau_follows_the_context() -> None:
     assert sqrt_tau(0.022, 100, 4096) == sqrt_tau(0.022, 4096, 4096) == 0.022
     assert sqrt_tau(0.022, 131072, 4096) == pytest.approx(0.12445, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"tiers": x} for x in (5, (2, "4"), (3,))),
+        *({"rate": x} for x in ("x", 0)),
+        *({"tau0": x} for x in (None, math.nan)),
+        *({"target_bits": x} for x in (None, 1.5)),
+        *({"policy": x} for x in (["x"], "best")),
+        *({"votes": x} for x in (2.5, 0)),
+        *({"dwell": x} for x in (math.nan, -1)),
+        *({"seed": None}, {"fallback": 3}, {"alpha": 2}, {"tau_context": math.inf}),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_named(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ControllerConfig(**wrong)  # type: ignore[arg-type]

@@ -88,12 +88,20 @@ class ControllerConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
+        for name in ("rate", "alpha", "tau0", "demote_below", "target_bits"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a number")
+        for name in ("seed", "fallback", "tau_context", "patience", "dwell", "votes"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a whole number")
+        if not isinstance(self.tiers, tuple | list) or not all(isinstance(bits, int) for bits in self.tiers):
+            raise ConfigError(f"tiers={self.tiers!r} must be some of {', '.join(map(str, TIERS))}")
         kinds: tuple[tuple[str, type[StrEnum]], ...] = (
             ("canary", Canary), ("policy", Policy), ("tau_rule", TauRule), ("schedule", Schedule)
         )  # fmt: skip
         for name, kind in kinds:
             value = getattr(self, name)
-            if value not in set(kind):
+            if not isinstance(value, str) or value not in set(kind):
                 raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(kind)}")
             object.__setattr__(self, name, kind(value))
         tiers = tuple(sorted(set(self.tiers)))
