@@ -37,7 +37,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or name on the Hugging Face hub.")]
-ProfileFile = Annotated[Path, typer.Option("--profile", help="Profile made by `lamina calibrate`.")]
+ProfileFile = Annotated[Path, typer.Option("--profile", help="Profile made by `lamina calibrate` or `lamina tune`.")]
 Field = Annotated[str | None, typer.Option(help="Field of JSON or data set records; a+b joins several.")]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on the CPU), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -326,7 +326,10 @@ def doctor(json: Json = False) -> None:
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Profile made by `lamina calibrate`, or a saved cache.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Profile made by `lamina calibrate` or `lamina tune`, or a saved cache."),
+    ],
     json: Json = False,
 ) -> None:
     """Say what is in a profile or a saved cache; no model is needed."""

@@ -34,7 +34,7 @@ def test_tunes_to_bits_and_generates_with_it(tune, tiny, lamina, text_file):
     shown = json.loads(lamina("trace", trace, "--json").stdout)
     assert shown["firings"] == 1 and shown["pages_closed"] > 0
     fixed = json.loads(lamina("generate", tiny.model, "--profile", out, *text, "--fixed").stdout)
-    assert fixed["firings"] == 0
+    assert fixed["firings"] is None
 
 
 def test_tunes_to_a_kl_and_keeps_weights(tune, lamina, tiny, tmp_path, text_file):

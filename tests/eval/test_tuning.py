@@ -96,6 +96,10 @@ def test_a_tuned_profile_is_saved_and_damage_is_noticed(tmp_path: Path) -> None:
     assert loaded.tuning == tuned.tuning and loaded.tiers == tuned.tiers
     cache = LaminaCache(build("Llama"), loaded, controller=settings_of(loaded.tuning))  # type: ignore[arg-type]
     assert cache.controller is not None and cache.controller.weights == tuned.tuning.weights  # type: ignore[union-attr]
+    tuned_cache = LaminaCache(build("Llama"), loaded, controller="tuned")
+    assert tuned_cache.controller is not None and tuned_cache.controller.config == settings_of(loaded.tuning)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs a profile that `lamina tune` made"):
+        LaminaCache(build("Llama"), profile_of("Llama"), controller="tuned")
     assert loaded.with_transform("hadamard").tuning is None, "weights are those of the basis"
     good = tuned.tuning.as_json()  # type: ignore[union-attr]
     for change, words in (

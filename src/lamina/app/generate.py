@@ -99,7 +99,7 @@ class GenerationReport:
     bits_history: float
     bits_at_context: float
     tier_mean: float
-    firings: int
+    firings: int | None
     kv_bytes: int
     kv_bytes_bf16: int
     planes_shed: int
@@ -113,7 +113,7 @@ class GenerationReport:
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tok/s"
         packed = self.bits_history == self.bits_history
         history = f"{self.bits_history:.2f} bits in history" if packed else "no history yet"
-        live = f"{self.firings} firings, tiers {self.tier_mean:.2f} on average; " if self.firings else ""
+        live = "" if self.firings is None else f"{self.firings} firings, tiers {self.tier_mean:.2f} on average; "
         return (
             f"{self.tokens} tokens{speed}; {history}, {self.bits_at_context:.2f} bits at this context; {live}"
             f"KV cache {format_bytes(self.kv_bytes)} against {format_bytes(self.kv_bytes_bf16)} in bf16; "
@@ -152,6 +152,11 @@ def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool =
     window = WindowConfig(sink=request.sink, recent=request.recent)
     profile = Profile.load(request.profile)
     settings = controller_settings(request, profile)
+    if settings is not None and profile.tuning is None:
+        screen.warn(
+            "The profile is not tuned: pages get its own tiers until the first decision, and all layers count alike. "
+            "`lamina tune` measures which layers matter."
+        )
     if request.trace is not None:
         check_output(request.trace, "--trace", "run.jsonl")
         for read in (request.profile, request.prompt_file):
@@ -180,7 +185,7 @@ def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool =
         )
     if stream:
         screen.write("\n")
-    return report_on(done, cache, loaded, len(firings))
+    return report_on(done, cache, loaded, None if settings is None else len(firings))
 
 
 def controller_settings(request: GenerationRequest, profile: Profile) -> ControllerConfig | None:
@@ -246,7 +251,7 @@ def generate_text(
     )
 
 
-def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel, firings: int = 0) -> GenerationReport:
+def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel, firings: int | None = None) -> GenerationReport:
     """Put a text and its cache's figures together."""
     bits = cache.bits()
     memory = cache.memory()

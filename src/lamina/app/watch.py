@@ -125,7 +125,7 @@ class Watch:
             if used.bits_history is not None and used.bits_history == used.bits_history:
                 parts[0] += f", {used.bits_history:.2f} in history"
             bf16 = used.bf16_bytes
-            against = f" of {format_bytes(bf16)} in bf16 ({used.n_bytes / bf16:.0%})" if bf16 else ""
+            against = f" ({used.n_bytes / bf16:.0%} of bf16)" if bf16 else ""
             parts.append(f"{format_bytes(used.n_bytes)}{against}")
             parts.append(f"planes shed: {used.planes_shed:,}")
         return "; ".join(parts)

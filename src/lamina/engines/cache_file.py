@@ -69,7 +69,7 @@ def load_cache(
     model: PreTrainedModel,
     profile: Profile,
     max_bytes: int | None,
-    controller: Controller | ControllerConfig | None,
+    controller: Controller | ControllerConfig | str | None,
 ) -> "LaminaCache":
     """Read a cache; see :meth:`lamina.engines.hf.LaminaCache.load`."""
     from lamina.engines.hf import LaminaCache

@@ -84,9 +84,10 @@ class LaminaCache(Cache):
         How closed pages are written.
     max_bytes : int, optional
         Upper bound on the bytes of the packed layers; planes are shed, least predicted loss first, to stay below it.
-    controller : Controller or ControllerConfig, optional
+    controller : Controller, ControllerConfig or "tuned", optional
         Decides the tiers of pages that close from now on, starting with ``tiers``, or with what the policy makes of
-        the drift in a tuned profile. A :class:`Controller` keeps its state when it is given to the next cache.
+        the drift in a tuned profile. ``"tuned"`` stands for the settings in the profile. A :class:`Controller` keeps
+        its state when it is given to the next cache.
 
     Examples
     --------
@@ -119,7 +120,7 @@ class LaminaCache(Cache):
         window: WindowConfig | None = None,
         codec: CodecConfig | None = None,
         max_bytes: int | None = None,
-        controller: Controller | ControllerConfig | None = None,
+        controller: Controller | ControllerConfig | str | None = None,
     ) -> None:
         if not isinstance(profile, Profile):
             what = repr(profile) if isinstance(profile, str | Path | None) else f"a {type(profile).__name__}"
@@ -405,7 +406,7 @@ class LaminaCache(Cache):
         profile: Profile,
         *,
         max_bytes: int | None = None,
-        controller: Controller | ControllerConfig | None = None,
+        controller: Controller | ControllerConfig | str | None = None,
     ) -> "LaminaCache":
         """Read a cache that :meth:`save` wrote, for the same model and profile.
 

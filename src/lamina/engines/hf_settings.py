@@ -12,12 +12,16 @@ from lamina.codec.page import check_tier
 from lamina.control.config import Canary, ControllerConfig
 from lamina.control.live import RING_TOKENS
 from lamina.control.state import Controller
-from lamina.control.tuning import initial_tiers
+from lamina.control.tuning import initial_tiers, settings_of
 from lamina.errors import ConfigError
 from lamina.pages import WindowConfig
 
 Tiers = int | tuple[int, int] | Sequence[tuple[int, int]] | None
 """Bits of K and V: one number, a pair, a pair a layer, or the profile's."""
+
+
+TUNED = "tuned"
+"""Stands for the controller settings in a tuned profile."""
 
 
 def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
@@ -41,7 +45,7 @@ def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
 
 
 def make_controller(
-    given: Controller | ControllerConfig | None,
+    given: Controller | ControllerConfig | str | None,
     tiers: list[tuple[int, int]] | None,
     geometry: ModelGeometry,
     profile: Profile,
@@ -53,6 +57,10 @@ def make_controller(
     """
     if given is None:
         return None
+    if given == TUNED:
+        if profile.tuning is None:
+            raise ConfigError(f"controller={TUNED!r} needs a profile that `lamina tune` made; tune it first")
+        given = settings_of(profile.tuning)
     packed = geometry.packed
     if isinstance(given, ControllerConfig):
         sizes, tuning = [float(g.n_kv_heads * g.head_dim) for g in packed.values()], profile.tuning
@@ -61,7 +69,9 @@ def make_controller(
             first = initial_tiers(given, tuning.drift, sizes)
         return Controller(given, first, sizes, weights=tuning.weights if tuning else None)
     if not isinstance(given, Controller):
-        raise ConfigError(f"controller is {given!r}; give a ControllerConfig, or the Controller of an earlier cache")
+        raise ConfigError(
+            f"controller is {given!r}; give a ControllerConfig, {TUNED!r}, or the Controller of an earlier cache"
+        )
     if len(given.tiers) != len(packed):
         raise ConfigError(f"the controller has {len(given.tiers)} layers, the model {len(packed)} with full attention")
     return given
