@@ -77,8 +77,7 @@ def test_a_firing_is_one_line_where_there_is_no_terminal():
             cache.listeners[0](event)
         watch.write("text [red]\n")
     assert console.file.getvalue() == (
-        "decode step 48, firing 1: 3.50 bits decided, 3.50 in history; "
-        "586 KiB (67% of bf16); planes shed: 7\n"
+        "decode step 48, firing 1: 3.50 bits decided, 3.50 in history; 586 KiB (67% of bf16); planes shed: 7\n"
     )
     assert out.getvalue() == "text [red]\n"
     assert cache.listeners == []
