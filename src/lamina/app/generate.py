@@ -167,7 +167,8 @@ def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool =
     check_room(loaded, ids, request.max_new_tokens)
     cache = LaminaCache(loaded.model, profile, tiers=tiers, window=window, max_bytes=max_bytes, controller=settings)
     firings: list[Any] = []
-    cache.listeners.append(lambda event: firings.append(event) if event["event"] == "firing" else None)
+    if settings is not None:
+        cache.listeners.append(lambda event: firings.append(event) if event["event"] == "firing" else None)
     with ExitStack() as watching:
         if request.trace is not None:
             watching.enter_context(Trace(request.trace, cache))

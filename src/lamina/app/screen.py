@@ -1,7 +1,6 @@
 """Where a command writes: results on stdout, progress and remarks on stderr."""
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.progress import TimeRemainingColumn as Remaining
 from rich.text import Text
 
 from lamina.errors import ConfigError
+from lamina.json_values import finite
 
 
 class Screen:
@@ -53,7 +53,7 @@ class Screen:
 
     def json(self, document: Any, path: str = "-") -> None:
         """Write a JSON document to a file, or to stdout for ``-``; NaN and infinities become null."""
-        text = json.dumps(_finite(document), indent=2) + "\n"
+        text = json.dumps(finite(document), indent=2) + "\n"
         if path == "-":
             self.write(text)
             return
@@ -85,13 +85,3 @@ class Screen:
             SpinnerColumn(), described, *columns, console=self.err, transient=True, disable=not self.err.is_terminal
         ) as bar:
             yield bar
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -81,10 +81,11 @@ def run_tuning(request: TuneRequest, screen: Screen) -> TuneReport:
     """Measure what is missing, look for the settings, and write the profile."""
     goal = check_goal(request)
     window = WindowConfig(sink=request.sink, recent=request.recent)
-    if request.seq_len < request.sink + request.recent + 6 * PAGE_TOKENS:
+    least = request.sink + request.recent + 6 * PAGE_TOKENS
+    if request.seq_len < least:
         raise ConfigError(
             f"sequences of {request.seq_len} tokens hardly leave the exact windows of {request.sink} and "
-            f"{request.recent}; raise --seq-len to {request.sink + request.recent + 6 * PAGE_TOKENS} or more"
+            f"{request.recent}; raise --seq-len to {least} or more"
         )
     check_output(request.output, "-o", "tuned.profile")
     profile = Profile.load(request.profile)

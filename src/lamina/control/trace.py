@@ -1,7 +1,6 @@
 """A trace: what a cache decided, closed and dropped, as JSON lines (schema: docs/trace.md)."""
 
 import json
-import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 from lamina import __version__
 from lamina.codec import PAGE_TOKENS
 from lamina.errors import ConfigError
+from lamina.json_values import finite
 
 if TYPE_CHECKING:
     from lamina.engines.hf import LaminaCache
@@ -49,7 +49,7 @@ class Trace:
     def __call__(self, event: dict[str, Any]) -> None:
         """Write one event."""
         seconds = round(time.monotonic() - self.began, 3)
-        self.file.write(json.dumps(_finite({"event": event["event"], "seconds": seconds, **event})) + "\n")
+        self.file.write(json.dumps(finite({"event": event["event"], "seconds": seconds, **event})) + "\n")
 
     def close(self) -> None:
         """Stop watching and close the file."""
@@ -87,11 +87,3 @@ def start_event(cache: "LaminaCache") -> dict[str, Any]:
         "tiers": [list(cache.tiers[i]) for i in layers],
         "max_bytes": cache.budget.max_bytes,
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

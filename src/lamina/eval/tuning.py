@@ -23,7 +23,7 @@ from lamina.control.state import Controller, Firing
 from lamina.control.tuning import as_settings, initial_tiers
 from lamina.engines.hf import LaminaCache
 from lamina.errors import ConfigError, DataError
-from lamina.eval.arms import LiveArm
+from lamina.eval.arms import ARMS, LiveArm
 from lamina.eval.fidelity import ArmResult, measure_fidelity
 from lamina.pages import WindowConfig
 
@@ -219,7 +219,7 @@ def tune_to_kl(
     return at(best[0]), best[1]
 
 
-LIVE = LiveArm("lamina-live", "Lamina live, as `lamina tune` left it", (2, 2))
+LIVE = ARMS["lamina-live"]
 
 
 def _predicted(signals: Sequence[dict[int, float]], max_kl: float) -> float:
