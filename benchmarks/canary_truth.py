@@ -27,18 +27,18 @@ from lamina.basis.moments import MomentAccumulator
 from lamina.basis.profile import LayerProfile, energies
 from lamina.basis.text import load_documents
 from lamina.basis.transforms import make_transform
-from lamina.codec import PAGE_TOKENS, TIERS
+from lamina.codec import TIERS
+from lamina.codec.gaussian import gaussian_rows
 from lamina.control.canary import anchored, ring
-from lamina.control.live import RING_TOKENS, read_witnesses
+from lamina.control.live import RING_TOKENS
 from lamina.engines.hf_settings import layer_scaling
 from lamina.eval.drift import attention_drift
 from lamina.eval.layer_drift import LayerRows, record_rows
 from lamina.pages import Budget, LayerStore
 from lamina.pages.table import EXACT, START, TIER
-from lamina.pages.witness import witness_row
 
 QUERIES = 32
-SPARSE_LAYERS, SPARSE_HEADS = 8, 4
+SPARSE_LAYERS, SPARSE_GROUPS, SPARSE_HEADS, SPARSE_QUERIES = 8, 3, 16, 4
 
 
 def store_of(rows: LayerRows, encoder: PageEncoder, bits: tuple[int, int]) -> LayerStore:
@@ -46,7 +46,7 @@ def store_of(rows: LayerRows, encoder: PageEncoder, bits: tuple[int, int]) -> La
     heads, _, dim = rows.keys.shape
     store = LayerStore(
         heads, dim, rows.keys.dtype, "cpu", window=WindowConfig(), encoder=encoder, tiers=lambda: bits,
-        budget=Budget(), witnesses=True,
+        budget=Budget(),
     )  # fmt: skip
     store.append(rows.keys[None], rows.values[None])
     return store
@@ -79,7 +79,10 @@ def output_error(q: Tensor, rows: LayerRows, store: LayerStore, basis: ReadBasis
 def one_layer(rows: LayerRows, profile: Any, scaling: float) -> dict[str, dict[str, float]]:
     """Truth and canaries of one layer, means over query heads and steps."""
     encoder = PageEncoder(profile, CodecConfig(), scaling, "cpu")
-    basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, scaling)
+    rows_of_codec = gaussian_rows(encoder.codec, rows.keys.shape[-1])
+    basis = ReadBasis(
+        encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, scaling, rows=rows_of_codec
+    )  # fmt: skip
     found: dict[str, dict[str, list[float]]] = {"truth": {}, "anchored": {}, "ring": {}}
     store = store_of(rows, encoder, (2, 2))
     n = rows.queries.shape[1]
@@ -89,16 +92,10 @@ def one_layer(rows: LayerRows, profile: Any, scaling: float) -> dict[str, dict[s
         found["truth"][f"k{bits}"] = [float(attention_drift(rows.queries, rows.keys, fresh.view(), basis).mean())]
         found["truth"][f"v{bits}"] = [float(output_error(rows.queries, rows, fresh, basis).mean())]
     result = attend_cpu(rows.queries[None], store.view(), basis)
-    witnesses = read_witnesses(store, encoder, 0)
-    assert witnesses is not None
+    assert result.spread is not None
     for t in range(n):
         q = rows.queries[:, t]
-        mass = (result.lse_packed[0, :, t] - result.lse[0, :, t]).exp()
-        k, v = anchored(
-            q, witnesses, q_forward=encoder.q_forward, scaling=scaling, packed_mass=mass, out=result.out[0, t],
-            quantise_k=encoder.requantise_k, quantise_v=encoder.requantise_v,
-            kappa=encoder.kappa.diagonal(dim1=1, dim2=2),
-        )  # fmt: skip
+        k, v = anchored(result.spread[0, :, t], result.out[0, t], rows_of_codec)
         end = length - n + t + 1
         r = ring(q, rows.keys[:, end - RING_TOKENS : end], scaling=scaling, quantise=encoder.requantise_page)
         for bits in TIERS:
@@ -127,34 +124,40 @@ def summary(layers: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, fl
     return answer
 
 
-def sparse_head(tokens: int, seed: int, spread: float, needles: int = 3, packed_mass: float = 0.7) -> LayerRows:
-    """One KV head with four query heads whose mass lies on a few needles among random keys, the rest in the window.
+def sparse_rows(
+    tokens: int, seed: int, spread: float, spread_v: float, needles: int = 3, packed_mass: float = 0.7
+) -> LayerRows:
+    """Heads whose attention lies on a few needles among random keys, the rest of it in the window.
 
-    ``spread`` scales the keys, and so how far 2 bits make attention drift.
+    ``spread`` scales what of the keys is orthogonal to the query, ``spread_v`` what values do not share, and so how
+    far codes make attention and its output drift.
     """
     g = torch.Generator().manual_seed(seed)
     dim = 64
-    q = torch.randn(4, QUERIES, dim, generator=g)
-    q = q.mean((0, 1)) * 16 + 0.1 * q
-    k, v = torch.randn(2, 1, tokens, dim, generator=g)
-    k *= spread
-    direction = q.mean((0, 1)) / q.mean((0, 1)).norm()
-    places = torch.randint(64, tokens - 600, (needles,), generator=g)
-    size = float(q.mean((0, 1)).norm()) * dim**-0.5
-    background = torch.logsumexp((q[0, 0] * dim**-0.5) @ k[0].T, 0)
-    for places_, mass in ((places, packed_mass), (torch.arange(tokens - 40, tokens - 37), 1 - packed_mass)):
-        level = background + torch.tensor(20.0 * mass / len(places_)).log()
-        k[0, places_] += (level / size) * direction
+    q = torch.randn(SPARSE_HEADS, SPARSE_QUERIES, dim, generator=g)
+    q = q.mean(1, keepdim=True) * 4 + 0.1 * q
+    k, v = torch.randn(2, SPARSE_HEADS, tokens, dim, generator=g)
+    v = torch.randn(SPARSE_HEADS, 1, dim, generator=g) + spread_v * v
+    for h in range(SPARSE_HEADS):
+        direction = q[h].mean(0) / q[h].mean(0).norm()
+        along = (k[h] @ direction)[:, None] * direction
+        k[h] = along + spread * (k[h] - along)
+        size = float(q[h].mean(0).norm()) * dim**-0.5
+        background = torch.logsumexp((q[h, 0] * dim**-0.5) @ k[h].T, 0)
+        places = torch.randint(64, tokens - 600, (needles,), generator=g)
+        for at, mass in ((places, packed_mass), (torch.arange(tokens - 40, tokens - 37), 1 - packed_mass)):
+            level = background + torch.tensor(20.0 * mass / len(at)).log()
+            k[h, at] += (level / size) * direction
     return LayerRows(q, k, v)
 
 
 def sparse_layer(tokens: int, index: int) -> dict[str, dict[str, float]]:
-    """Means over some sparse heads: the drift of one is that of three rows' noise, which no sample predicts."""
-    heads = [
-        sparse_head(tokens, SPARSE_HEADS * index + i, 2 ** ((index - (SPARSE_LAYERS - 1) / 2) / 3))
-        for i in range(SPARSE_HEADS)
-    ]
-    found = [one_layer(rows, calibrated(rows), 64**-0.5) for rows in heads]
+    """Many sparse heads: the drift of one is that of three rows' noise, which nothing predicts."""
+    steps = index / (SPARSE_LAYERS - 1), index * 3 % SPARSE_LAYERS / (SPARSE_LAYERS - 1)
+    found = []
+    for group in range(SPARSE_GROUPS):
+        rows = sparse_rows(tokens, SPARSE_GROUPS * index + group, 2 ** (3 * steps[0]), 2 ** (3 * steps[1] - 2))
+        found.append(one_layer(rows, calibrated(rows), 64**-0.5))
     return {
         kind: {name: statistics.fmean(x[kind][name] for x in found) for name in found[0][kind]} for kind in found[0]
     }
@@ -164,7 +167,7 @@ def calibrated(rows: LayerRows) -> LayerProfile:
     """Profile of a synthetic layer, from its first 2,048 rows and random queries."""
     g = torch.Generator().manual_seed(0)
     stats = MomentAccumulator(64, 8, g)
-    x = torch.randn(1, 4, 2048, 64, generator=g)
+    x = torch.randn(1, len(rows.keys), 2048, 64, generator=g)
     stats.update(x, rows.keys[None, :, :2048], rows.values[None, :, :2048], x.transpose(1, 2))
     moments = stats.result()
     transform = make_transform("balanced", moments)
@@ -172,15 +175,9 @@ def calibrated(rows: LayerRows) -> LayerProfile:
     return LayerProfile(transform.float(), kappa, *energies(transform, moments))
 
 
-def memory(layers: int = 80, kv_heads: int = 8, head_dim: int = 128, item_bytes: int = 2) -> list[dict[str, Any]]:
-    """Bytes a sequence of both canaries, for the shape of Llama 3.1 70B; the ring keeps keys, witnesses both sides."""
-    row = layers * kv_heads * head_dim * item_bytes
-    found = []
-    for context in (2048, 8192, 32768, 131072):
-        n = sum(witness_row(start) is not None for start in range(0, context, PAGE_TOKENS))
-        bits = 8 * item_bytes * n / context
-        found.append({"context": context, "ring": RING_TOKENS * row, "witnesses": 2 * n * row, "rows": n, "bits": bits})
-    return found
+def memory(layers: int = 80, kv_heads: int = 8, head_dim: int = 128, item_bytes: int = 2) -> dict[str, int]:
+    """Bytes a sequence of both canaries, for the shape of Llama 3.1 70B; the ring keeps keys, the other nothing."""
+    return {"ring": RING_TOKENS * layers * kv_heads * head_dim * item_bytes, "anchored": 0}
 
 
 @torch.no_grad()
@@ -196,13 +193,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.memory:
-        for row in memory():
-            print(row)
+        print(memory())
         return
     if args.json is None:
         parser.error("--json OUT is needed")
     if args.synthetic:
-        layers = [sparse_layer(args.seq_len, i) for i in range(SPARSE_LAYERS)]
+        layers = []
+        for i in range(SPARSE_LAYERS):
+            layers.append(sparse_layer(args.seq_len, i))
+            print(i, {kind: {k: float(f"{x:.3g}") for k, x in v.items()} for kind, v in layers[-1].items()}, flush=True)
     else:
         model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -117,7 +117,11 @@ def stored(view: StoreView) -> oracle.Stored:
 def oracle_basis(basis: ReadBasis) -> oracle.Basis:
     tensors = (basis.q_forward, basis.v_forward, basis.mean_v, basis.kappa)
     sinks = None if basis.sinks is None else basis.sinks.double().numpy()
-    return oracle.Basis(*(t.double().numpy() for t in tensors), basis.scaling, basis.softcap, sinks)
+    variance = None if basis.rows is None else np.array(basis.rows.variance)
+    aligned = basis.rows is None or basis.rows.aligned
+    return oracle.Basis(
+        *(t.double().numpy() for t in tensors), basis.scaling, basis.softcap, sinks, variance, aligned
+    )  # fmt: skip
 
 
 def page_contents(store: LayerStore, sequence: int) -> list[dict[str, Any]]:
@@ -166,7 +170,6 @@ def check_slots(store: LayerStore) -> None:
         (store.arena.pages, pages),
         (store.arena.slabs, [x for p in pages for x in table[p, FINE:EXACT].tolist() if x >= 0]),
         (store.arena.exact, [x for p in pages for x in table[p, EXACT:].tolist() if x >= 0]),
-        (store.arena.witness, [c[2] - 1 for c in counts if c[2] > 0]),
     ):
         assert sorted(used + pool.free) == list(range(pool.slots))
 
@@ -179,7 +182,7 @@ def relative_error(ours: np.ndarray, expected: np.ndarray) -> float:
 
 def poison(store: LayerStore) -> None:
     """Fill everything that is not defined with NaN or ones: rows, slots and records nobody wrote."""
-    records, slabs, exact, _ = (pool.data[0] for pool in store.arena.pools)
+    records, slabs, exact = (pool.data[0] for pool in store.arena.pools)
     used = {p for s in store.sequences for p in s.pages}
     for page in range(len(records)):
         row = store.arena.table[page].tolist()

@@ -245,10 +245,21 @@ class Stored:
         if read < bits:
             gain = read_scale16(self.field(page, "gain", np.uint16, 2, h, 2)[side, :, 0 if read == 2 else 1])
         rows = decode(unpack(slabs), scale, mid, bits, read, gain[:, None])
-        if side == 0 and self.centered:
-            codes = self.field(page, "center", np.int8, h, d).astype(np.float64)
-            rows = rows + (codes * read_scale16(self.field(page, "center_scale", np.uint16, h))[:, None])[:, None]
+        if side == 0:
+            rows = rows + self.center(page)
         return rows, scale * gain[:, None] * 2.0 ** (bits - read)
+
+    def scale(self, page, side):
+        """Steps ``[H, 64]`` as they were stored, whatever planes were dropped."""
+        return read_scale16(self.field(page, "scale", np.uint16, 2, self.n_heads, PAGE)[side])
+
+    def center(self, page):
+        """Center ``[H, 1, D]`` of a page's K rows."""
+        h, d = self.n_heads, self.dim
+        if not self.centered:
+            return np.zeros((h, 1, d))
+        codes = self.field(page, "center", np.int8, h, d).astype(np.float64)
+        return (codes * read_scale16(self.field(page, "center_scale", np.uint16, h))[:, None])[:, None]
 
     def bits_read(self, page, side):
         """Bits that a side of a page is read at."""
@@ -258,7 +269,10 @@ class Stored:
 # ---------------------------------------------------------------------------------------------------------- attention
 @dataclass
 class Basis:
-    """``q_forward``, ``v_forward`` [H, D, D], ``mean_v`` [H, D], ``kappa`` [H, 3, 3], q.k's factor, cap, sinks [Hq]."""
+    """``q_forward``, ``v_forward`` [H, D, D], ``mean_v`` [H, D], ``kappa`` [H, 3, 3], q.k's factor, cap, sinks [Hq].
+
+    For the spread: a row's ``variance`` [2, 3] in units of its squared stored step, and whether errors are ``aligned``.
+    """
 
     q_forward: np.ndarray
     v_forward: np.ndarray
@@ -267,10 +281,12 @@ class Basis:
     scaling: float
     softcap: float = 0.0
     sinks: np.ndarray | None = None
+    variance: np.ndarray | None = None
+    aligned: bool = True
 
 
 def attend(q, stored, basis, chunk=None):
-    """Attention of the last T tokens, SPEC 5: ``[B, T, Hq, D]`` and two log-sum-exps ``[B, Hq, T]``.
+    """Attention of the last T tokens, SPEC 5: ``[B, T, Hq, D]``, two log-sum-exps ``[B, Hq, T]``, spread ``[.., 3]``.
 
     With ``chunk`` (k, v ``[B, H, T, D]``) the T tokens see each other through those rows instead of their pages.
     """
@@ -286,11 +302,14 @@ def _attend_sequence(q, stored, b, basis, chunk):
     stored_end = length - tokens if chunk is not None else length
     q = q.astype(np.float64).reshape(h, n_q // h, tokens, dim) * basis.scaling
     q_packed = q @ basis.q_forward[:, None]
-    logits, values, packed = [], [], []
+    logits, values, packed, error_k, error_v = [], [], [], [], []
 
-    def add(x, v, is_packed, seen):
+    def add(x, v, is_packed, seen, w=0.0, b=0.0):
         if basis.softcap:
             x = np.tanh(x / basis.softcap) * basis.softcap
+            w = w * (1 - (x / basis.softcap) ** 2) ** 2
+        error_k.append(np.broadcast_to(w, x.shape))
+        error_v.append(np.broadcast_to(b, x.shape))
         logits.append(np.where(seen, x, -np.inf))
         values.append(v)
         packed.append(np.full(x.shape[-1], is_packed))
@@ -315,7 +334,13 @@ def _attend_sequence(q, stored, b, basis, chunk):
             noise = (kappa[:, None] * step**2)[:, None, None, :n]
             x = _dot(q_packed, k[:, :n]) - (q_packed**2).sum(-1)[..., None] * noise / 2
             v = v[:, :n] @ basis.v_forward.swapaxes(1, 2) + basis.mean_v[:, None]
-            add(x, v, True, ~exactly[:, None] & causal)
+            w = of_v = 0.0
+            if basis.variance is not None:
+                units = [basis.variance[s, {2: 0, 4: 1, 8: 2}[int(stored.table[page, 2 + s])]] for s in (0, 1)]
+                of_k, of_v = (units[s] * stored.scale(page, s)[:, None, None, :n] ** 2 for s in (0, 1))
+                along = _dot(q_packed, k[:, :n] - stored.center(page)) ** 2 / dim if basis.aligned else 0.0
+                w = np.maximum((q_packed**2).sum(-1)[..., None] * of_k - along, 0)
+            add(x, v, True, ~exactly[:, None] & causal, w, of_v)
     if chunk is not None:
         k, v = chunk[0][b].astype(np.float64), chunk[1][b].astype(np.float64)
         add(_dot(q, k), v, False, np.tri(tokens, dtype=bool))
@@ -326,8 +351,11 @@ def _attend_sequence(q, stored, b, basis, chunk):
         lse = _lse(np.concatenate([x, sink], -1))
     else:
         lse = _lse(x)
-    out = np.exp(x - lse[..., None]) @ np.concatenate(values, 1)[:, None]
-    return out.reshape(n_q, tokens, dim).swapaxes(0, 1), lse_packed.reshape(n_q, -1), lse.reshape(n_q, -1)
+    p = np.exp(x - lse[..., None])
+    out = p @ np.concatenate(values, 1)[:, None]
+    w, b = np.concatenate(error_k, -1), np.concatenate(error_v, -1)
+    spread = np.stack([(p * w).sum(-1), (p**2 * w).sum(-1), (p**2 * b).sum(-1)], -1).reshape(n_q, -1, 3)
+    return out.reshape(n_q, tokens, dim).swapaxes(0, 1), lse_packed.reshape(n_q, -1), lse.reshape(n_q, -1), spread
 
 
 def _dot(q, k):

@@ -8,7 +8,7 @@ A profile is made once a model and kept in a file; every generation takes a fres
 >>> cache = LaminaCache(model, Profile.load("model.profile"), tiers=(4, 2))
 >>> output = model.generate(**inputs, max_new_tokens=5, cache=cache)
 >>> sorted(cache.memory())
-['centers', 'codes', 'page_tables', 'scales', 'windows', 'witnesses']
+['centers', 'codes', 'page_tables', 'scales', 'windows']
 """
 
 from typing import TYPE_CHECKING, Any

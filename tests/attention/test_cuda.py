@@ -48,7 +48,7 @@ def test_decode_at_every_position(case: Case, splits: int | None) -> None:
         if call % 9 == 8:
             shed_some(store, case.shed)
         view, q_now = store.view(), q[:, :, at : at + n].to(case.dtype)
-        out, lse_packed, lse = oracle.attend(q_now.float().numpy(), stored(view), theirs)
+        out, lse_packed, lse, _ = oracle.attend(q_now.float().numpy(), stored(view), theirs)
         got = attend_cuda(q_now.cuda(), on_gpu(view), mine, splits=splits).with_sinks(mine.sinks)
         packed = got.lse_packed.cpu().numpy()
         assert np.array_equal(np.isfinite(packed), np.isfinite(lse_packed)), f"at {at}"

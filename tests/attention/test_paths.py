@@ -27,6 +27,7 @@ from lamina.attention.cpu import attend_cpu
 from lamina.attention.reference import attend_reference
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import CodecConfig
+from lamina.codec.gaussian import gaussian_rows
 from lamina.pages import LayerStore, WindowConfig
 
 TIERS = (2, 4, 8)
@@ -88,7 +89,7 @@ def build(case: Case) -> tuple[LayerStore, ReadBasis, Tensor, Tensor, Tensor]:
     )
     k, v = random_rows(case.batch, case.heads, case.tokens, case.dim, seed=1, dtype=case.dtype)
     sinks = torch.randn(case.heads * case.group, generator=generator(5)) + 4 if case.sinks else None
-    basis = replace(basis, softcap=case.softcap, sinks=sinks)
+    basis = replace(basis, softcap=case.softcap, sinks=sinks, rows=gaussian_rows(case.codec, case.dim))
     q = torch.randn(case.batch, case.heads * case.group, case.tokens, case.dim, generator=generator(2))
     return store, basis, q.to(case.dtype).float() * 1.5, k, v
 
@@ -103,10 +104,12 @@ def shed_some(store: LayerStore, n: int) -> None:
 
 
 def check(result: AttentionOutput, expected: tuple[np.ndarray, ...], tolerance: float) -> None:
-    out, lse_packed, lse = expected
+    out, lse_packed, lse, spread = expected
     assert relative_error(result.out.double().numpy(), out) < tolerance
     np.testing.assert_allclose(result.lse.numpy(), lse, rtol=0, atol=max(tolerance, 1e-5))
     np.testing.assert_allclose(result.lse_packed.numpy(), lse_packed, rtol=0, atol=max(tolerance, 1e-5))
+    assert result.spread is not None
+    np.testing.assert_allclose(result.spread.numpy(), spread, rtol=2 * tolerance, atol=tolerance * spread.max() + 1e-12)
 
 
 @matrix
@@ -219,14 +222,14 @@ def test_output_keeps_the_engines_dtype(path: Path, dtype: torch.dtype) -> None:
     result = path(q, store.view(), basis, (k[:, :, -4:], v[:, :, -4:]))
     assert result.out.dtype == dtype and result.out.shape == (2, 4, 4, 64)
     assert result.lse.dtype == result.lse_packed.dtype == torch.float32
-    expected, _, _ = oracle.attend(q.double().numpy(), stored(store.view()), oracle_basis(basis))
+    expected, _, _, _ = oracle.attend(q.double().numpy(), stored(store.view()), oracle_basis(basis))
     assert relative_error(result.out.double().numpy(), expected) < {torch.bfloat16: 6e-3, torch.float16: 2e-3}[dtype]
 
 
 @every_path
 def test_logits_far_from_zero_do_not_overflow(path: Path) -> None:
     """Logits of +-1000: a softmax without its maximum, or a merge that mixes maxima, gives NaN or the wrong side."""
-    result, (out, lse_packed, lse) = far_from_zero(path)
+    result, (out, lse_packed, lse, _) = far_from_zero(path)
     assert np.ptp(lse - lse_packed) > 50
     assert relative_error(result.out.double().numpy(), out) < 2e-3
     np.testing.assert_allclose(result.lse.numpy(), lse, rtol=1e-5)
@@ -235,7 +238,7 @@ def test_logits_far_from_zero_do_not_overflow(path: Path) -> None:
 
 @every_path
 def test_the_packed_log_sum_exp_survives_a_negligible_mass(path: Path) -> None:
-    result, (_, lse_packed, _) = far_from_zero(path)
+    result, (_, lse_packed, _, _) = far_from_zero(path)
     np.testing.assert_allclose(result.lse_packed.numpy(), lse_packed, rtol=1e-5)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import check_slots
 from lamina.codec import TIERS
 from lamina.control.config import ControllerConfig
 from lamina.control.state import Controller, Firing, merge_tiers
@@ -150,34 +149,33 @@ def run_with(model: Any) -> tuple[LaminaCache, list[Firing], Tensor]:
     return cache, heard, decode(model, cache, ids, 400)
 
 
-def test_witnesses_follow_their_pages() -> None:
-    """Kept through shedding, copies, snapshots and files; gone with the page; cut with the row."""
-    model, ids = build("Llama"), tokens(2, 700)
-    cache = cache_of(model, OFTEN, tiers=8)
-    logits_of(model, ids[:, :600], **cache_kwarg(model, cache))
-    store = cache.ours[0].store
-    assert cache.memory()["witnesses"] == 2 * store.arena.witness.n_bytes > 0
+def test_it_looks_as_soon_as_something_is_packed_and_not_before() -> None:
+    """Windows of 64 + 64: at 193 tokens the second page is read as codes."""
+    model, ids = build("Llama"), tokens(1, 200)
+    cache, heard = cache_of(model, ControllerConfig(rate=1.0)), []
+    assert cache.control is not None
+    cache.control.on_firing = heard.append
+    logits_of(model, ids[:, :180], **cache_kwarg(model, cache))
+    decode(model, cache, ids, 180)
+    assert [f.context for f in heard] == list(range(193, 201))
 
-    def rows(s: Any, b: int = 0) -> Tensor:
-        found = s.witnesses(b)
-        return torch.cat([found.k.flatten(), found.v.flatten(), found.weight])
 
-    before = rows(store, 1)
-    for *_, page, side in store.arena.shed_candidates():
-        store.arena.shed(page, side)
-    assert torch.equal(rows(store, 1), before)
-    assert torch.equal(rows(copy.deepcopy(cache).ours[0].store, 1), before)
-    taken = cache.snapshot()
-    cache.select([1])
-    assert torch.equal(rows(store), before)
-    check_slots(store)
-    cache.crop(70)
-    check_slots(store)
-    cache.restore(taken)
-    assert torch.equal(rows(store, 1), before)
-    taken.release()
-    cache.reset()
-    assert sum(cache.memory().values()) == 0
+def test_signals_do_not_depend_on_how_tokens_come() -> None:
+    """One token (compiled) or a chunk (torch) at the same place: the same signals, the newest token's."""
+    found = []
+    for chunk in (1, 20):
+        model, ids = build("Llama"), tokens(1, 420)
+        cache = cache_of(model, ControllerConfig(rate=1.0), tiers=4)
+        heard: list[Firing] = []
+        assert cache.control is not None
+        cache.control.on_firing = heard.append
+        logits_of(model, ids[:, :400], **cache_kwarg(model, cache))
+        for t in range(400, 420, chunk):
+            logits_of(model, ids[:, t : t + chunk], **cache_kwarg(model, cache))
+        found.append(heard)
+    assert len(found[0]) == 20 and len(found[1]) == 1
+    for one, many in zip(found[0][-1].signals, found[1][-1].signals):
+        assert one == pytest.approx(many, rel=1e-3)
 
 
 def test_ring_needs_its_keys() -> None:

@@ -5,11 +5,12 @@ merged by their log-sum-exp. The rows of the chunk itself are attended exactly (
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lamina.attention.reading import K, V, noise_factors, read_pages
+from lamina.attention.reading import K, V, noise_factors, page_centers, read_pages, row_variances
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import PAGE_TOKENS
 from lamina.pages.table import EXACT, ROWS, START, TIER
@@ -20,16 +21,29 @@ TILE_QUERIES = 128
 NEVER = float("-inf")
 
 
+@dataclass
+class _Spread:
+    """Of packed rows: page centers ``[H, n / 64, D]``, variances ``[H, n]``, and 1/D if errors avoid the row itself."""
+
+    centers: Tensor
+    variance_k: Tensor
+    variance_v: Tensor
+    along: float
+
+
 class _Partial:
-    """Running softmax: maximum, mass and weighted values of the rows seen so far."""
+    """Running softmax: maximum, mass, weighted values and spread of the rows seen so far."""
 
     def __init__(self, shape: tuple[int, ...], dim: int, device: torch.device, softcap: float) -> None:
         self.softcap = softcap
         self.peak = torch.full(shape, NEVER, device=device)
         self.mass = torch.zeros(shape, device=device)
         self.acc = torch.zeros(*shape, dim, device=device)
+        self.spread = torch.zeros(*shape, 3, device=device)
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, noise: Tensor | None = None) -> None:
+    def add(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, noise: Tensor | None = None, spread: _Spread | None = None
+    ) -> None:
         """Add rows k, v ``[H, n, D]`` for the queries q ``[H, g, T, D]`` that see them (bool ``[T, n]``).
 
         ``noise`` ``[H, n]``, times half of a query's energy, is taken off the logits. Queries are taken a tile at a
@@ -41,10 +55,16 @@ class _Partial:
                 continue
             x = q[:, :, tile]
             logits = (x.flatten(1, 2) @ k.mT).view(*x.shape[:3], -1)
+            if spread is not None:
+                center = (x.flatten(1, 2) @ spread.centers.mT).view(*x.shape[:3], -1).repeat_interleave(PAGE_TOKENS, -1)
+                energy = x.square().sum(-1, keepdim=True)
+                w = (spread.variance_k[:, None, None] * energy - (logits - center) ** 2 * spread.along).clamp_(min=0)
             if noise is not None:
                 logits -= x.square().sum(-1, keepdim=True) / 2 * noise[:, None, None]
             if self.softcap:
                 logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+                if spread is not None:
+                    w *= (1 - (logits / self.softcap) ** 2) ** 2
             logits.masked_fill_(~seen[tile], NEVER)
             peak = torch.maximum(self.peak[:, :, tile], logits.amax(-1))
             safe = torch.where(peak == NEVER, 0.0, peak)
@@ -52,6 +72,10 @@ class _Partial:
             p = logits.sub_(safe[..., None]).exp_()
             self.mass[:, :, tile] = self.mass[:, :, tile] * keep + p.sum(-1)
             weighted = (p.flatten(1, 2) @ v).view(*x.shape)
+            if spread is not None:
+                sums = (p * w).sum(-1), (p**2 * w).sum(-1), (p**2 * spread.variance_v[:, None, None]).sum(-1)
+                factors = torch.stack([keep, keep**2, keep**2], -1)
+                self.spread[:, :, tile] = self.spread[:, :, tile] * factors + torch.stack(sums, -1)
             self.acc[:, :, tile] = self.acc[:, :, tile] * keep[..., None] + weighted
             self.peak[:, :, tile] = peak
 
@@ -78,15 +102,18 @@ def attend_blocked(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tup
     out = torch.empty(batch, tokens, n_q, dim, dtype=q_bhtd.dtype, device=q_bhtd.device)
     lse_packed = torch.empty(batch, n_q, tokens, device=q_bhtd.device)
     lse = torch.empty_like(lse_packed)
+    spread = None if basis.rows is None else torch.empty(*lse.shape, 3, device=q_bhtd.device)
     for b in range(batch):
-        o, lp, la = _attend_sequence(q_bhtd[b], view, b, basis, chunk[0][b], chunk[1][b])
+        o, lp, la, found = _attend_sequence(q_bhtd[b], view, b, basis, chunk[0][b], chunk[1][b])
         out[b], lse_packed[b], lse[b] = o.permute(2, 0, 1, 3).flatten(1, 2), lp.flatten(0, 1), la.flatten(0, 1)
-    return AttentionOutput(out, lse_packed, lse)
+        if spread is not None:
+            spread[b] = found.flatten(0, 1)
+    return AttentionOutput(out, lse_packed, lse, spread)
 
 
 def _attend_sequence(
     q_htd: Tensor, view: StoreView, b: int, basis: ReadBasis, k_chunk: Tensor, v_chunk: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n_kv, dim = basis.mean_v.shape
     device = q_htd.device
     tokens = q_htd.shape[1]
@@ -112,12 +139,13 @@ def _attend_sequence(
         # Rows that were never written may hold NaN, which a weight of zero does not hide.
         exact.add(q, rows[0], rows[1].masked_fill(~written.flatten()[:, None], 0), seen)
     for sel in _blocks(~exactly.all(0) & (stored > 0)):
-        k, step = read_pages(view, ids[sel.cpu()].to(device), K)
-        v, _ = read_pages(view, ids[sel.cpu()].to(device), V)
-        noise = noise_factors(view, ids[sel.cpu()], basis)[..., None].to(device) * step**2
+        at = ids[sel.cpu()].to(device)
+        k, step = read_pages(view, at, K)
+        v, _ = read_pages(view, at, V)
+        noise = noise_factors(view, at, basis)[..., None].to(device) * step**2
         seen = (~exactly[:, sel, None] & (row < stored[sel, None])).flatten(1)
         flat = [x.transpose(0, 1).flatten(1, 2) for x in (k, v, noise)]
-        packed.add(q_packed, flat[0], flat[1], seen, flat[2])
+        packed.add(q_packed, flat[0], flat[1], seen, flat[2], _spread_of(view, at, basis))
     block = BLOCK_PAGES * PAGE_TOKENS
     for start in range(0, tokens, block):
         k, v = k_chunk[:, start : start + block].float(), v_chunk[:, start : start + block].float()
@@ -126,17 +154,27 @@ def _attend_sequence(
     return _merge(exact, packed, basis)
 
 
+def _spread_of(view: StoreView, ids: Tensor, basis: ReadBasis) -> _Spread | None:
+    if basis.rows is None:
+        return None
+    a, b = (row_variances(view, ids, side, basis.rows).transpose(0, 1).flatten(1, 2) for side in (K, V))
+    along = 1 / view.layout.head_dim if basis.rows.aligned else 0.0
+    return _Spread(page_centers(view, ids).transpose(0, 1), a, b, along)
+
+
 def _blocks(mask: Tensor) -> Iterator[Tensor]:
     """Indices of set entries, a block of pages at a time."""
     return iter(mask.nonzero()[:, 0].split(BLOCK_PAGES)) if bool(mask.any()) else iter(())
 
 
-def _merge(exact: _Partial, packed: _Partial, basis: ReadBasis) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge exact and packed parts: output ``[H, g, T, D]`` in the engine's basis, and the two log-sum-exps."""
+def _merge(exact: _Partial, packed: _Partial, basis: ReadBasis) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge exact and packed parts: output ``[H, g, T, D]`` in the engine's basis, two log-sum-exps, the spread."""
     lse_packed = packed.lse()
     lse = torch.logaddexp(exact.lse(), lse_packed)
     weight_exact = (exact.peak - lse).exp()[..., None]
     weight_packed = torch.where(packed.peak == NEVER, 0.0, (packed.peak - lse).exp())[..., None]
     turned = (packed.acc.flatten(1, 2) @ basis.v_forward.mT).view_as(packed.acc)
     centred = packed.mass[..., None] * basis.mean_v[:, None, None]
-    return exact.acc * weight_exact + (turned + centred) * weight_packed, lse_packed, lse
+    out = exact.acc * weight_exact + (turned + centred) * weight_packed
+    spread = packed.spread * torch.cat([weight_packed, weight_packed**2, weight_packed**2], -1)
+    return out, lse_packed, lse, spread

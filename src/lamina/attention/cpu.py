@@ -33,7 +33,9 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
     layout, window = view.layout, view.window
     splits = _splits(batch * n_kv * tokens, view.page_ids.shape[1])
     partial = np.empty((batch, n_kv, tokens, splits, n_q // n_kv, 2, dim + 2), np.float32)
+    spreads = np.empty((batch, n_kv, tokens, splits, n_q // n_kv, 3), np.float32)
     out = np.empty((batch, tokens, n_q, dim), np.float32)
+    spread = np.empty((batch, n_q, tokens, 3), np.float32)
     lse = np.empty((2, batch, n_q, tokens), np.float32)
     meta = (
         layout.slab_bytes,
@@ -47,7 +49,9 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
         window.recent,
         kind,
     )
-    cap = np.float32(basis.softcap)
+    cap, rows = np.float32(basis.softcap), basis.rows
+    variance = np.zeros((2, 3), np.float32) if rows is None else np.array(rows.variance, np.float32)
+    along = np.float32(1 / dim if rows is not None and rows.aligned else 0)
     # Some of numba's threading layers abort when two threads enter them.
     with LOCK:
         decode(
@@ -65,12 +69,17 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
             view.lengths.numpy(),
             meta,
             cap,
+            variance,
+            along,
             partial,
+            spreads,
             out,
             lse,
+            spread,
         )
     lse_packed, lse_all = torch.from_numpy(lse)
-    return AttentionOutput(torch.from_numpy(out).to(q_bhtd.dtype), lse_packed, lse_all)
+    measured = None if rows is None else torch.from_numpy(spread)
+    return AttentionOutput(torch.from_numpy(out).to(q_bhtd.dtype), lse_packed, lse_all, measured)
 
 
 def _splits(items: int, pages: int) -> int:

@@ -18,9 +18,9 @@ NEVER = np.float32(-1e30)
 @njit(parallel=True, fastmath=True, cache=True, nogil=True)
 def decode(
     q, q_forward, v_forward, mean_v, kappa, records, records16, slabs, exact, table, page_ids, lengths, meta, cap,
-    partial, out, lse,
+    variance, along, partial, spreads, out, lse, spread,
 ):  # fmt: skip
-    """Attend; shapes as in :func:`lamina.attention.cpu.attend_cpu`; fills ``out`` and ``lse``."""
+    """Attend; shapes as in :func:`lamina.attention.cpu.attend_cpu`; fills ``out``, ``lse`` and ``spread``."""
     batch, n_kv, tokens, splits, group, _, _ = partial.shape
     dim = q.shape[3]
     pages = page_ids.shape[1]
@@ -39,7 +39,7 @@ def decode(
         share = page_ids[b, pages * part // splits : pages * (part + 1) // splits]
         _attend_share(
             q_exact, q_packed, records, records16, slabs, exact, table, share, lengths[b] - tokens + i, kappa[h], meta,
-            cap, h, partial[b, h, i, part],
+            cap, variance, along, h, partial[b, h, i, part], spreads[b, h, i, part],
         )  # fmt: skip
     for item in prange(batch * n_kv * tokens):
         i = item % tokens
@@ -47,14 +47,21 @@ def decode(
         b = item // (tokens * n_kv)
         for g in range(group):
             head = h * group + g
-            _merge(partial[b, h, i, :, g], v_forward[h], mean_v[h], out[b, i, head], lse[:, b, head, i])
+            _merge(
+                partial[b, h, i, :, g], spreads[b, h, i, :, g], v_forward[h], mean_v[h], out[b, i, head],
+                lse[:, b, head, i], spread[b, head, i],
+            )  # fmt: skip
 
 
 @njit(fastmath=True)
 def _attend_share(
-    q, q_packed, records, records16, slabs, exact, table, pages, position, kappa, meta, cap, h, partial
+    q, q_packed, records, records16, slabs, exact, table, pages, position, kappa, meta, cap, variance, along, h,
+    partial, spread
 ):  # fmt: skip
-    """Rows of some pages for one query token and KV head: fills ``partial [g, 2, D + 2]`` (values, maximum, mass)."""
+    """Rows of some pages for one query token and KV head: fills ``partial [g, 2, D + 2]`` (values, maximum, mass).
+
+    ``spread [g, 3]`` too, if the variances ``[2, 3]`` of rows in units of their squared step are not zero.
+    """
     group, dim = q.shape
     quarter = dim // 4
     slab_bytes, scale_at, mid_at, center_at, gain_at, center_scale_at, centered, sink, recent, kind = meta
@@ -68,6 +75,9 @@ def _attend_share(
     offset = np.empty(group, np.float32)
     partial[:] = 0
     partial[:, :, dim] = NEVER
+    spread[:] = 0
+    measured = variance[0, 0] > 0
+    errs = np.empty((group if measured else 0, 64), np.float32)
     for g in range(group):
         for c in range(dim):
             total[g] += q_packed[g, c]
@@ -112,11 +122,29 @@ def _attend_share(
             _unpack(records, slabs, page, 0, fine, f0, f1, h, t, quarter, row)
             for g in range(group):
                 dot = _dot(q_packed[g], row, dim)
-                logits[g, t] = step * dot + zero * total[g] + from_center[g] - energy[g] * noise * step * step
+                x = step * dot + zero * total[g]
+                logits[g, t] = x + from_center[g] - energy[g] * noise * step * step
+                if measured:
+                    own = _scale16(records16[page, scale_at // 2 + h * 64 + t])
+                    w = 2 * energy[g] * variance[0, _index(bits)] * own * own - x * x * along
+                    errs[g, t] = max(w, np.float32(0))
         for g in range(group):
             _cap(logits[g], n, cap)
+            if measured and cap > 0:
+                for t in range(n):
+                    errs[g, t] *= (1 - (logits[g, t] / cap) ** 2) ** 2
+            before = partial[g, PACKED, dim]
             _softmax_step(logits[g], n, partial[g, PACKED], dim)
             offset[g] = 0
+            if measured:
+                keep = np.exp(before - partial[g, PACKED, dim])
+                spread[g, 0] *= keep
+                spread[g, 1] *= keep * keep
+                spread[g, 2] *= keep * keep
+                for t in range(n):
+                    p = logits[g, t]
+                    spread[g, 0] += p * errs[g, t]
+                    spread[g, 1] += p * p * errs[g, t]
 
         bits, fine, f0, f1 = table[page, 3], table[page, 5], table[page, 8], table[page, 9]
         read = _read_bits(fine, f0)
@@ -126,6 +154,10 @@ def _attend_share(
             step = _step(records16, page, gain_at // 2 + 2 * side, scale_at // 2 + side * 64 + t, bits, read)
             zero = _bf16(records16[page, mid_at // 2 + side * 64 + t]) - step * half
             _unpack(records, slabs, page, slab_bytes, fine, f0, f1, h, t, quarter, row)
+            if measured:
+                own = _scale16(records16[page, scale_at // 2 + side * 64 + t])
+                for g in range(group):
+                    spread[g, 2] += logits[g, t] ** 2 * variance[1, _index(bits)] * own * own
             for g in range(group):
                 offset[g] += logits[g, t] * zero
                 _axpy(logits[g, t] * step, row, partial[g, PACKED], dim)
@@ -135,14 +167,15 @@ def _attend_share(
 
 
 @njit(fastmath=True)
-def _merge(partial, v_forward, mean_v, out, lse):
-    """Merge ``partial [splits, 2, D + 2]`` of one query head into its output ``[D]`` and two log-sum-exps."""
+def _merge(partial, spreads, v_forward, mean_v, out, lse, spread):
+    """Merge ``partial [splits, 2, D + 2]`` of one query head into its output ``[D]``, two log-sum-exps and spread."""
     splits, _, width = partial.shape
     dim = width - 2
     peak = np.full(2, NEVER, np.float32)
     mass = np.zeros(2, np.float32)
     packed = np.zeros(dim, np.float32)
     out[:] = 0
+    spread[:] = 0
     for kind in range(2):
         for s in range(splits):
             peak[kind] = max(peak[kind], partial[s, kind, dim])
@@ -150,12 +183,20 @@ def _merge(partial, v_forward, mean_v, out, lse):
             weight = np.exp(partial[s, kind, dim] - peak[kind])
             mass[kind] += weight * partial[s, kind, dim + 1]
             _axpy(weight, partial[s, kind], out if kind == EXACT else packed, dim)
+            if kind == PACKED:
+                spread[0] += weight * spreads[s, 0]
+                spread[1] += weight * weight * spreads[s, 1]
+                spread[2] += weight * weight * spreads[s, 2]
     top = max(peak[EXACT], peak[PACKED])
     exact_weight, packed_weight = np.exp(peak[EXACT] - top), np.exp(peak[PACKED] - top)
     total = exact_weight * mass[EXACT] + packed_weight * mass[PACKED]
     for c in range(dim):
         turned = mass[PACKED] * mean_v[c] + _dot(packed, v_forward[c], dim)
         out[c] = (exact_weight * out[c] + packed_weight * turned) / total
+    share = packed_weight / total
+    spread[0] *= share
+    spread[1] *= share * share
+    spread[2] *= share * share
     lse[0] = peak[PACKED] + np.log(mass[PACKED]) if mass[PACKED] > 0 else -np.inf
     lse[1] = top + np.log(total)
 

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from lamina.attention.types import ReadBasis
 from lamina.codec import TIERS, decode_pages
+from lamina.codec.gaussian import GaussianRows
+from lamina.codec.numbers import from_scale16
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.codec.page import decode_center, effective_step
 from lamina.pages.table import FINE, FINEST, TIER
@@ -52,6 +54,22 @@ def read_pages(view: StoreView, ids: Tensor, side: int, dtype: torch.dtype = tor
     if side == K and records.center is not None and records.center_scale is not None:
         rows += decode_center(records.center[ids], records.center_scale[ids]).to(dtype)[:, :, None]
     return rows, steps
+
+
+def row_variances(view: StoreView, ids: Tensor, side: int, rows: GaussianRows) -> Tensor:
+    """Variance of the channels of every row, as its stored step tells it: float32 ``[N, H, 64]``."""
+    scale = from_scale16(view.layout.views(view.records).scale[ids, side])
+    units = torch.tensor((0.0, *rows.variance[side]), device=scale.device)
+    tier = view.table[ids.cpu(), TIER + side].to(scale.device)
+    return scale**2 * units[(tier.float().log2().clamp(min=0)).long()][:, None, None]
+
+
+def page_centers(view: StoreView, ids: Tensor) -> Tensor:
+    """Center of every page's K rows, float32 ``[N, H, D]``."""
+    records = view.layout.views(view.records)
+    if records.center is None or records.center_scale is None:
+        return torch.zeros(len(ids), view.layout.n_heads, view.layout.head_dim, device=view.records.device)
+    return decode_center(records.center[ids], records.center_scale[ids])
 
 
 def read_bits(table: Tensor, side: int) -> Tensor:

@@ -8,7 +8,7 @@ from lamina.errors import ConfigError
 
 
 class Canary(StrEnum):
-    """What drift is measured on: a sequence's last keys (EchoKV), or witness rows of its packed pages."""
+    """What drift is measured on: a sequence's last keys (EchoKV), or all packed rows as attention weighs them."""
 
     RING = "ring"
     ANCHORED = "anchored"

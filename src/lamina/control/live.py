@@ -9,8 +9,7 @@ from torch import Tensor
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.codec import TIERS
-from lamina.codec.page import decode_center
-from lamina.control.canary import Signals, Witnesses, anchored, ring
+from lamina.control.canary import Signals, anchored, ring
 from lamina.control.config import Canary
 from lamina.control.state import Controller, Firing
 from lamina.pages import LayerStore
@@ -18,7 +17,6 @@ from lamina.pages import LayerStore
 RING_TOKENS = 64
 DECODE_TOKENS = 32
 """Query tokens up to which a call counts as decoding, drafts included; longer ones are prompts."""
-FEWEST_WITNESSES = 4
 
 
 class LiveControl:
@@ -47,11 +45,23 @@ class LiveControl:
         self.signals: dict[int, Signals] = {}
         self.on_firing: Callable[[Firing], Any] | None = None
 
+    def looks(self, index: int, tokens: int) -> bool:
+        """Whether a call of ``tokens`` query tokens is one that the controller measures; asked once a layer."""
+        if index == self.layers[0]:
+            self.signals = {}
+            self.firing = tokens <= self.decode_tokens and self.controller.fires(tokens)
+        return self.firing
+
+    @property
+    def wants_spread(self) -> bool:
+        """Whether attention has to sum up its spread where the controller looks."""
+        return self.controller.config.canary == Canary.ANCHORED
+
     def attended(
         self, index: int, query: Tensor, store: LayerStore, encoder: PageEncoder, basis: ReadBasis,
         result: AttentionOutput,
     ) -> None:  # fmt: skip
-        """Take in what attention of one layer found in a decode step; after the last layer, decide.
+        """Take in what attention of one layer found where the controller looks; after the last layer, decide.
 
         Parameters
         ----------
@@ -62,17 +72,13 @@ class LiveControl:
         store, encoder, basis
             The layer's.
         """
-        if index == self.layers[0]:
-            self.signals = {}
-            self.firing = self.controller.fires(query.shape[2])
-        if self.firing:
-            found = [self._one(query[b, :, -1], b, store, encoder, basis, result) for b in range(len(query))]
-            kept = [s for s in found if s is not None and all(bool(x.isfinite().all()) for d in s for x in d.values())]
-            if kept:
-                self.signals[self.layers.index(index)] = Signals(
-                    *({bits: _mean(s[side][bits] for s in kept) for bits in TIERS} for side in (0, 1))
-                )
-        if index == self.layers[-1] and self.firing:
+        found = [self._one(query[b, :, -1], b, store, encoder, basis, result) for b in range(len(query))]
+        kept = [s for s in found if s is not None and all(bool(x.isfinite().all()) for d in s for x in d.values())]
+        if kept:
+            self.signals[self.layers.index(index)] = Signals(
+                *({bits: _mean(s[side][bits] for s in kept) for bits in TIERS} for side in (0, 1))
+            )
+        if index == self.layers[-1]:
             self.firing = False
             firing = self.controller.decide(self.signals, max(s.length for s in store.sequences))
             if firing is not None and self.on_firing is not None:
@@ -87,28 +93,9 @@ class LiveControl:
             keys = store.last_keys(b, RING_TOKENS)
             k = ring(q, keys, scaling=basis.scaling, quantise=encoder.requantise_page)
             return k, k
-        witnesses = read_witnesses(store, encoder, b)
-        if witnesses is None or witnesses.k.shape[1] < FEWEST_WITNESSES:
+        if result.spread is None or basis.rows is None or bool((result.lse_packed[b, :, -1] == float("-inf")).all()):
             return None
-        mass = (result.lse_packed[b, :, -1] - result.lse[b, :, -1]).exp()
-        return anchored(
-            q, witnesses, q_forward=encoder.q_forward, scaling=basis.scaling, packed_mass=mass,
-            out=result.out[b, -1], quantise_k=encoder.requantise_k, quantise_v=encoder.requantise_v,
-            kappa=encoder.kappa.diagonal(dim1=1, dim2=2), softcap=basis.softcap,
-        )  # fmt: skip
-
-
-def read_witnesses(store: LayerStore, encoder: PageEncoder, sequence: int) -> Witnesses | None:
-    """Witnesses of a sequence, also as the codec sees them."""
-    found = store.witnesses(sequence)
-    if found is None:
-        return None
-    k = found.k.float() @ encoder.k_forward
-    v = (found.v.float() - encoder.mean_v[:, None]) @ encoder.v_forward
-    views = store.layout.views(store.arena.pages.data[0])
-    if views.center is not None and views.center_scale is not None:
-        k = k - decode_center(views.center[found.ids], views.center_scale[found.ids]).transpose(0, 1)
-    return Witnesses(found.k, found.v, k, v, found.weight)
+        return anchored(result.spread[b, :, -1], result.out[b, -1], basis.rows)
 
 
 def _mean(values: Any) -> float:

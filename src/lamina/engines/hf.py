@@ -18,7 +18,7 @@ from lamina.basis.calibrate import check_attention_interface
 from lamina.basis.geometry import LayerKind, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
-from lamina.control.config import Canary, ControllerConfig
+from lamina.control.config import ControllerConfig
 from lamina.control.live import LiveControl
 from lamina.control.state import Controller
 from lamina.engines import host_layers
@@ -208,11 +208,6 @@ class LaminaCache(Cache):
     def seen(self) -> int:
         """Tokens seen, padding included; between calls, all layers agree."""
         return self.ours[0].seen
-
-    @property
-    def keeps_witnesses(self) -> bool:
-        """Whether pages keep witness rows for the controller."""
-        return self.controller is not None and self.controller.config.canary == Canary.ANCHORED
 
     @property
     def lengths(self) -> list[int]:
@@ -525,7 +520,7 @@ class LaminaCache(Cache):
         ``host_layers`` are those of transformers' own layers, where the model has some.
         """
         self.collect()
-        total = dict.fromkeys(("codes", "scales", "centers", "windows", "witnesses", "page_tables"), 0)
+        total = dict.fromkeys(("codes", "scales", "centers", "windows", "page_tables"), 0)
         for store in self.stores:
             for kind, n_bytes in store.memory().items():
                 total[kind] += n_bytes

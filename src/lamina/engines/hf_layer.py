@@ -14,6 +14,7 @@ from lamina.attention.dispatch import attend
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.host_attention import host_attention
+from lamina.codec.gaussian import gaussian_rows
 from lamina.control.live import LiveControl
 from lamina.errors import CacheStateError, UnsupportedModelError
 from lamina.pages import LayerStore
@@ -70,7 +71,6 @@ class LaminaLayer(CacheLayerMixin):
             tiers=lambda: cache.tiers[i],
             budget=cache.budget,
             centered=cache.codec.center,
-            witnesses=cache.keeps_witnesses,
             name=f"layer {i}",
             on_close=lambda starts, bits: cache.emit("closed", layer=i, starts=starts, tier=list(bits)),
         )
@@ -113,12 +113,17 @@ class LaminaLayer(CacheLayerMixin):
             own = mask if mask is None else mask[..., before:]
             self.cache.finished(self.index)
             return host_attention(module, query.detach(), key, value, own, **kwargs)[0]
-        basis = replace(self.basis, softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"))
+        if control is not None and not control.looks(self.index, tokens):
+            control = None
+        rows = None
+        if control is not None and control.wants_spread:
+            rows = gaussian_rows(self.cache.codec, key.shape[-1])
+        basis = replace(self.basis, softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"), rows=rows)
         query = query.detach()
         if real is None:
             result = self.read(query, basis, (key, value), None)
             out = result.out
-            if control is not None and tokens <= control.decode_tokens:
+            if control is not None:
                 control.attended(self.index, query, self.store, self.store.encoder, basis, result)
         else:
             out = query.new_zeros(batch, tokens, query.shape[1], value.shape[-1])

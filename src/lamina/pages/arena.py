@@ -7,11 +7,9 @@ from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import Budget, Field, Pool
 from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row
-from lamina.pages.witness import witness_row
 
-USERS, HOLDERS, WITNESS = 0, 1, 2
-"""Columns of the counts: sequences that a page belongs to, those of them that still need its exact rows, and 1 plus the
-slot of the page's witness row, 0 for none."""
+USERS, HOLDERS = 0, 1
+"""Columns of the counts: sequences that a page belongs to, and those of them that still need its exact rows."""
 
 
 class Arena:
@@ -35,16 +33,15 @@ class Arena:
             Field((layout.record_bytes,), torch.uint8, device),
             Field((COLUMNS,), torch.int32, "cpu"),
             Field((2, 2), torch.float32, "cpu"),
-            Field((3,), torch.int32, "cpu", zeroed=True),
+            Field((2,), torch.int32, "cpu", zeroed=True),
         )
         self.slabs = Pool(budget, Field((h, PAGE_TOKENS, d // 4), torch.uint8, device))
         self.exact = Pool(budget, Field((2, h, PAGE_TOKENS, d), dtype, device))
-        self.witness = Pool(budget, Field((2, h, d), dtype, device))
 
     @property
-    def pools(self) -> tuple[Pool, Pool, Pool, Pool]:
+    def pools(self) -> tuple[Pool, Pool, Pool]:
         """All storage."""
-        return self.pages, self.slabs, self.exact, self.witness
+        return self.pages, self.slabs, self.exact
 
     @property
     def table(self) -> Tensor:
@@ -58,7 +55,7 @@ class Arena:
 
     @property
     def counts(self) -> Tensor:
-        """int32 ``[N, 3]`` on the CPU: users, holders and witness of every page, 0 where a page is free."""
+        """int32 ``[N, 2]`` on the CPU: users and holders of every page, 0 where a page is free."""
         return self.pages.data[3]
 
     def cell(self, page: int, column: int) -> int:
@@ -69,16 +66,15 @@ class Arena:
         """Sequences that a page belongs to."""
         return int(self.counts[page, USERS])
 
-    def reserve(self, pages: int, slabs: int, exact: int, other: int = 0, witness: int = 0) -> None:
+    def reserve(self, pages: int, slabs: int, exact: int, other: int = 0) -> None:
         """Make sure that so many slots can be handed out, and that ``other`` bytes fit the budget besides."""
-        self.budget.ensure(lambda: self.missing_bytes(pages, slabs, exact, other, witness))
-        for pool, n in zip(self.pools, (pages, slabs, exact, witness)):
+        self.budget.ensure(lambda: self.missing_bytes(pages, slabs, exact, other))
+        for pool, n in zip(self.pools, (pages, slabs, exact)):
             pool.reserve(n)
 
-    def missing_bytes(self, pages: int, slabs: int, exact: int, other: int = 0, witness: int = 0) -> int:
+    def missing_bytes(self, pages: int, slabs: int, exact: int, other: int = 0) -> int:
         """Bytes that :meth:`reserve` would allocate now, ``other`` included."""
-        counts = (pages, slabs, exact, witness)
-        return sum(pool.missing_bytes(n) for pool, n in zip(self.pools, counts)) + other
+        return sum(pool.missing_bytes(n) for pool, n in zip(self.pools, (pages, slabs, exact))) + other
 
     def open(self, start: int, *, exact: bool, held: bool) -> int:
         """An empty open page for one sequence, from reserved slots."""
@@ -87,7 +83,7 @@ class Arena:
         if exact:
             row[EXACT] = self.exact.allocate()
         self.table[page] = torch.tensor(row, dtype=torch.int32)
-        self.counts[page] = torch.tensor([1, int(held), 0], dtype=torch.int32)
+        self.counts[page] = torch.tensor([1, int(held)], dtype=torch.int32)
         return page
 
     def write(self, page: int, rows: int, k: Tensor, v: Tensor) -> None:
@@ -113,16 +109,9 @@ class Arena:
             views.center[ids], views.center_scale[ids] = k.center, k.center_scale  # type: ignore[index]
         self.loss[ids] = loss.cpu()
 
-    def keep_witness(self, page: int, k: Tensor, v: Tensor) -> None:
-        """Keep one exact row ``[H, D]`` of K and V of a closed page, for as long as the page is there."""
-        slot = self.witness.allocate()
-        self.witness.data[0][slot, 0], self.witness.data[0][slot, 1] = k, v
-        self.counts[page, WITNESS] = slot + 1
-
     def reopen(self, page: int) -> None:
         """Drop the codes of a page that has exact rows."""
         self._release_slabs(_ids([page]))
-        self.drop_witnesses(_ids([page]))
         self.table[page, TIER : TIER + 2] = 0
 
     def copy(self, page: int, rows: int, *, held: bool) -> int:
@@ -140,9 +129,6 @@ class Arena:
                     slot = self.slabs.allocate()
                     self.slabs.data[0][slot] = self.slabs.data[0][row[column]]
                     self.table[new, column] = slot
-            slot = int(self.counts[page, WITNESS]) - 1
-            if slot >= 0 and (witness_row(row[START]) or 0) < rows:
-                self.keep_witness(new, *self.witness.data[0][slot])
         self.table[new, ROWS] = rows
         return new
 
@@ -159,7 +145,6 @@ class Arena:
         ids = ids[self.counts[ids, USERS] == 0]
         self._release_slabs(ids)
         self._release_exact(ids)
-        self.drop_witnesses(ids)
         self.pages.release(ids.tolist())
 
     def let_go(self, held: list[int]) -> None:
@@ -195,17 +180,12 @@ class Arena:
                 old = other.table[there[used], column].long()
                 pool.data[0][slots] = source.data[0][old].to(pool.data[0].device)
                 self.table[ids[used], column] = slots.int()
-        for page, old in zip(here, other.counts[there, WITNESS].tolist()):
-            if old:
-                self.keep_witness(page, *other.witness.data[0][old - 1].to(self.device))
         return dict(zip(pages, here))
 
-    def slots_of(self, pages: list[int]) -> tuple[int, int, int]:
-        """Slabs, exact slots and witness rows that these pages hold."""
-        ids = _ids(pages)
-        rows = self.table[ids]
-        slabs, exact = int((rows[:, FINE:EXACT] >= 0).sum()), int((rows[:, EXACT] >= 0).sum())
-        return slabs, exact, int((self.counts[ids, WITNESS] > 0).sum())
+    def slots_of(self, pages: list[int]) -> tuple[int, int]:
+        """Slabs and exact slots that these pages hold."""
+        rows = self.table[_ids(pages)]
+        return int((rows[:, FINE:EXACT] >= 0).sum()), int((rows[:, EXACT] >= 0).sum())
 
     def shed_candidates(self) -> list[tuple[float, int, int, int]]:
         """Planes that may be dropped now: (predicted loss, start, page, side), one a page and side at most."""
@@ -244,9 +224,6 @@ class Arena:
             Page -> its new number, for every page that moved.
         """
         moved_pages = self.pages.shrink()
-        column = self.counts[:, WITNESS]
-        for old_slot, new_slot in self.witness.shrink().items():
-            column[column == old_slot + 1] = new_slot + 1
         for pool, columns in ((self.slabs, slice(FINE, EXACT)), (self.exact, slice(EXACT, EXACT + 1))):
             moved = pool.shrink()
             if moved:
@@ -270,15 +247,8 @@ class Arena:
             "scales": (layout.center_offset - layout.scale_offset) * n,
             "centers": (layout.record_bytes - layout.center_offset) * n,
             "windows": self.exact.n_bytes,
-            "witnesses": self.witness.n_bytes,
             "page_tables": sum(t.untyped_storage().nbytes() for t in self.pages.data[1:]),
         }
-
-    def drop_witnesses(self, ids: Tensor) -> None:
-        """Release the witness rows of pages."""
-        slots = self.counts[ids, WITNESS]
-        self.witness.release((slots[slots > 0] - 1).tolist())
-        self.counts[ids, WITNESS] = 0
 
     def _release_slabs(self, ids: Tensor) -> None:
         cells = self.table[ids, FINE:EXACT]

@@ -6,11 +6,11 @@ from torch import Tensor
 from lamina.codec import PAGE_TOKENS, TIERS
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import CacheStateError
-from lamina.pages.arena import USERS, WITNESS, Arena
+from lamina.pages.arena import USERS, Arena
 from lamina.pages.store import LayerStore, Sequence
 from lamina.pages.table import EXACT, FINE, FINEST, ROWS, START, TIER
 
-POOLS = ("records", "table", "loss", "slabs", "exact", "witness")
+POOLS = ("records", "table", "loss", "slabs", "exact")
 
 
 def dump_store(store: LayerStore) -> dict[str, Tensor]:
@@ -19,19 +19,19 @@ def dump_store(store: LayerStore) -> dict[str, Tensor]:
     ``pages`` is int32 ``[B, P]`` padded with -1, ``held`` bool ``[B, P]``.
     """
     store.compact()
-    records, table, loss, counts = store.arena.pages.data
+    records, table, loss, _ = store.arena.pages.data
     pages = store.page_ids()
     held = torch.zeros(pages.shape, dtype=torch.bool)
     for b, s in enumerate(store.sequences):
         for i, page in enumerate(s.pages):
             held[b, i] = page in s.held
     pools = (records, table, loss, *(pool.data[0] for pool in store.arena.pools[1:]))
-    return {**dict(zip(POOLS, pools)), "pages": pages, "held": held, "witness_of": counts[:, WITNESS]}
+    return {**dict(zip(POOLS, pools)), "pages": pages, "held": held}
 
 
 def restore_store(store: LayerStore, tensors: dict[str, Tensor], lengths: list[int]) -> None:
     """Fill an empty store; raises CacheStateError if the tensors do not describe whole sequences."""
-    for name in (*POOLS, "pages", "held", "witness_of"):
+    for name in (*POOLS, "pages", "held"):
         if name not in tensors:
             raise CacheStateError(f"{store.name}: {name} is missing; read the prompt again")
     arena = store.arena
@@ -43,15 +43,13 @@ def restore_store(store: LayerStore, tensors: dict[str, Tensor], lengths: list[i
                 f"{tuple(mine.shape[1:])}; read the prompt again"
             )
     _check_tables(store, tensors, lengths)
-    sizes = [tensors[name].shape[0] for name in ("records", "slabs", "exact", "witness")]
-    records, slabs, exact, witness = sizes
-    arena.reserve(records, slabs, exact, 4 * tensors["pages"].numel(), witness)
+    records, slabs, exact = sizes = [tensors[name].shape[0] for name in ("records", "slabs", "exact")]
+    arena.reserve(records, slabs, exact, 4 * tensors["pages"].numel())
     for pool, n in zip(arena.pools, sizes):
         pool.release([pool.allocate() for _ in range(n)])
         pool.free = [slot for slot in pool.free if slot >= n]
     for name, mine in zip(POOLS, _targets(arena)):
         mine[: tensors[name].shape[0]] = tensors[name].to(mine.device)
-    arena.counts[:records, WITNESS] = tensors["witness_of"]
     for ids, held, length in zip(tensors["pages"].tolist(), tensors["held"].tolist(), lengths):
         pages = [p for p in ids if p >= 0]
         s = Sequence(pages, [p for p, h in zip(pages, held) if h], length)
@@ -75,13 +73,9 @@ def _check_tables(store: LayerStore, tensors: dict[str, Tensor], lengths: list[i
     if bool((pages >= n).any()) or bool((pages < -1).any()):
         raise wrong
     slots = table[:, FINE:EXACT]
-    witness = tensors["witness_of"].long() - 1
-    if witness.shape != (n,):
-        raise wrong
     for used, count in (
         (slots[slots >= 0], len(tensors["slabs"])),
         (table[:, EXACT], len(tensors["exact"])),
-        (witness, len(tensors["witness"])),
     ):
         used = used[used >= 0]
         if len(used) != len(used.unique()) or bool((used >= count).any()):

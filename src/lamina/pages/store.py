@@ -11,13 +11,12 @@ from torch import Tensor
 from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import CacheStateError, MemoryBudgetError, NonFiniteError
-from lamina.pages.arena import WITNESS, Arena
+from lamina.pages.arena import Arena
 from lamina.pages.config import WindowConfig
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import Budget
 from lamina.pages.table import EXACT, FINE, ROWS, START, TIER
 from lamina.pages.view import StoreView
-from lamina.pages.witness import WitnessRows, tokens_for, witness_row
 
 ENCODE_BATCH = 64
 LOWEST = (2, 2)
@@ -69,8 +68,6 @@ class LayerStore:
         Shared by all layers of a cache.
     centered : bool
         Whether K pages have a center.
-    witnesses : bool
-        Whether some closed pages keep an exact row, see :mod:`lamina.pages.witness`.
     name : str
         Named in errors.
     on_close : callable, optional
@@ -89,14 +86,13 @@ class LayerStore:
         tiers: Callable[[], tuple[int, int]],
         budget: Budget,
         centered: bool = True,
-        witnesses: bool = False,
         name: str = "layer",
         on_close: Callable[[list[int], tuple[int, int]], None] | None = None,
     ) -> None:
         self.layout = RecordLayout(n_heads, head_dim, centered)
         self.arena = Arena(self.layout, dtype, device, budget)
         self.window, self.encoder, self.tiers, self.budget, self.name = window, encoder, tiers, budget, name
-        self.keeps_witnesses, self.on_close = witnesses, on_close
+        self.on_close = on_close
         self.sequences: list[Sequence] = []
         self.snapshots: list[Snapshot] = []
         self._page_ids: Tensor | None = None
@@ -238,7 +234,7 @@ class LayerStore:
 
     def view(self) -> StoreView:
         """What attention reads."""
-        records, slabs, exact, _ = (pool.data[0] for pool in self.arena.pools)
+        records, slabs, exact = (pool.data[0] for pool in self.arena.pools)
         lengths = torch.tensor([s.length for s in self.sequences], dtype=torch.int32)
         return StoreView(self.layout, records, slabs, exact, self.arena.table, self.page_ids(), lengths, self.window)
 
@@ -252,19 +248,6 @@ class LayerStore:
             self.budget.used += n_bytes - self._page_id_bytes
             self._page_id_bytes = n_bytes
         return self._page_ids
-
-    def witnesses(self, sequence: int) -> WitnessRows | None:
-        """Witness rows of the pages that the newest token reads packed; None if there are none."""
-        s = self.sequences[sequence]
-        ids = torch.tensor(s.pages, dtype=torch.long)
-        start = self.arena.table[ids, START]
-        recent = self.window.exact_from(s.length - 1)
-        ids = ids[(start >= self.window.sink) & (start < recent) & (self.arena.counts[ids, WITNESS] > 0)]
-        if not len(ids):
-            return None
-        rows = self.arena.witness.data[0][(self.arena.counts[ids, WITNESS] - 1).to(self.device)]
-        weight = torch.tensor([float(tokens_for(n)) for n in self.arena.table[ids, START].tolist()])
-        return WitnessRows(ids, rows[:, 0].transpose(0, 1), rows[:, 1].transpose(0, 1), weight.to(self.device))
 
     def last_keys(self, sequence: int, tokens: int) -> Tensor:
         """The last keys of a sequence, ``[H, n, D]``, as far as their exact rows are kept."""
@@ -295,7 +278,6 @@ class LayerStore:
                     continue
                 slabs = sum(slot >= 0 for slot in row[FINE:EXACT])
                 n_bytes += self.layout.record_bytes + slabs * self.layout.slab_bytes
-                n_bytes += self.arena.witness.slot_bytes * (int(self.arena.counts[page, WITNESS]) > 0)
                 elements += 2 * h * d * row[ROWS]
         return n_bytes * 8, elements
 
@@ -380,7 +362,7 @@ class LayerStore:
                 return bits
         raise AssertionError("unreachable")
 
-    def _append_slots(self, tokens: list[int], bits: tuple[int, int]) -> tuple[int, int, int, int, int]:
+    def _append_slots(self, tokens: list[int], bits: tuple[int, int]) -> tuple[int, int, int, int]:
         """Slots that appending ``tokens[b]`` rows to each sequence can take, as :meth:`Arena.reserve` counts them."""
         pages = exact = closing = 0
         widths = []
@@ -398,34 +380,34 @@ class LayerStore:
                 shared[page] += 1
         copies = sum(min(n, self.arena.users(page) - 1) for page, n in shared.items())
         slabs = closing * sum(SLABS_OF_BITS[b] - 1 for b in bits)
-        return pages + copies, slabs, exact + copies, self._id_bytes(widths), closing * self.keeps_witnesses
+        return pages + copies, slabs, exact + copies, self._id_bytes(widths)
 
-    def _extend_slots(self, other: "LayerStore") -> tuple[int, int, int, int, int]:
+    def _extend_slots(self, other: "LayerStore") -> tuple[int, int, int, int]:
         """Slots that adding another store's sequences takes."""
         pages = list({p for s in other.sequences for p in s.pages})
-        slabs, _, witness = other.arena.slots_of(pages)
+        slabs, _ = other.arena.slots_of(pages)
         ids = self._id_bytes([len(s.pages) for s in [*self.sequences, *other.sequences]])
-        return len(pages), slabs, len(self._exact_of(other, pages)), ids, witness
+        return len(pages), slabs, len(self._exact_of(other, pages)), ids
 
     def _exact_of(self, other: "LayerStore", pages: list[int]) -> list[int]:
         """Those of another store's pages whose exact rows its sequences need, and not just a snapshot over there."""
         held = {p for s in other.sequences for p in s.held}
         return [p for p in pages if p in held or other.arena.cell(p, START) < self.window.sink]
 
-    def _crop_slots(self, lengths: list[int]) -> tuple[int, int, int, int, int]:
+    def _crop_slots(self, lengths: list[int]) -> tuple[int, int, int, int]:
         """Slots that cropping can take: a copy of every page that is cut and that others use too."""
         cut: Counter[int] = Counter()
         for s, length in zip(self.sequences, lengths, strict=True):
             starts = self.arena.table[s.pages, START].tolist() if 0 < length < s.length else []
             cut.update([p for p, start in zip(s.pages, starts) if start < length][-1:])
-        pages = slabs = exact = witness = 0
+        pages = slabs = exact = 0
         for page, n in cut.items():
             n = min(n, self.arena.users(page) - 1)
-            has_slabs, has_exact, has_witness = self.arena.slots_of([page])
+            has_slabs, has_exact = self.arena.slots_of([page])
             pages, exact = pages + n, exact + n * has_exact
             if not has_exact:
-                slabs, witness = slabs + n * has_slabs, witness + n * has_witness
-        return pages, slabs, exact, 0, witness
+                slabs += n * has_slabs
+        return pages, slabs, exact, 0
 
     def _keeps_exact(self, start: int, length: int) -> bool:
         """Whether a page keeps its exact rows while the next query is at position ``length``."""
@@ -501,8 +483,6 @@ class LayerStore:
                 self.arena.table[kept[-1], ROWS] = rows
                 if self.arena.cell(kept[-1], EXACT) >= 0:
                     self.arena.reopen(kept[-1])
-                elif (witness_row(starts[len(kept) - 1]) or 0) >= rows:
-                    self.arena.drop_witnesses(torch.tensor(kept[-1:]))
         first = max(self.window.sink, self.window.kept_from(length))
         again = [
             p
@@ -516,7 +496,3 @@ class LayerStore:
         """Encode full pages and write their records and planes."""
         k, v = self.encoder.encode(torch.stack([k for _, k, _ in pages]), torch.stack([v for _, _, v in pages]), *bits)
         self.arena.close([p for p, _, _ in pages], k, v, self.encoder.shed_loss(k, v))
-        for page, k_rows, v_rows in pages if self.keeps_witnesses else ():
-            row = witness_row(self.arena.cell(page, START))
-            if row is not None:
-                self.arena.keep_witness(page, k_rows[:, row], v_rows[:, row])
