@@ -41,15 +41,20 @@ def test_decode_at_every_position(case: Case, splits: int | None) -> None:
     store, basis, q, k, v = build(case)
     theirs, mine = oracle_basis(basis), basis_on_gpu(basis)
     most = COLUMNS // case.group
-    at, call, worst = 0, 0, [0.0, 0.0, 0.0]
+    at, call, worst = 0, 0, [0.0] * 4
     while at < case.tokens:
         n = min((8, 8, 7, 1, 8, 5)[call % 6], case.tokens - at, most)
         store.append(k[:, :, at : at + n], v[:, :, at : at + n])
         if call % 9 == 8:
             shed_some(store, case.shed)
         view, q_now = store.view(), q[:, :, at : at + n].to(case.dtype)
-        out, lse_packed, lse, _ = oracle.attend(q_now.float().numpy(), stored(view), theirs)
-        got = attend_cuda(q_now.cuda(), on_gpu(view), mine, splits=splits).with_sinks(mine.sinks)
+        out, lse_packed, lse, spread = oracle.attend(q_now.float().numpy(), stored(view), theirs)
+        where = on_gpu(view)
+        got = attend_cuda(q_now.cuda(), where, mine, splits=splits).with_sinks(mine.sinks)
+        assert got.spread is not None
+        if call % 5 == 0:
+            plain = attend_cuda(q_now.cuda(), where, replace(mine, rows=None), splits=splits).with_sinks(mine.sinks)
+            assert plain.spread is None and torch.allclose(plain.out.float(), got.out.float(), atol=1e-5)
         packed = got.lse_packed.cpu().numpy()
         assert np.array_equal(np.isfinite(packed), np.isfinite(lse_packed)), f"at {at}"
         finite = np.isfinite(lse_packed)
@@ -57,11 +62,12 @@ def test_decode_at_every_position(case: Case, splits: int | None) -> None:
             relative_error(got.out.double().cpu().numpy(), out),
             float(np.abs(got.lse.cpu().numpy() - lse).max()),
             float(np.abs(packed - lse_packed)[finite].max()) if finite.any() else 0.0,
+            float(np.abs(got.spread.cpu().numpy() - spread).max() / max(spread.max(), 1e-9)),
         )
         worst = [max(a, b) for a, b in zip(worst, errors)]
         at, call = at + n, call + 1
     tolerance = 1e-2 if case.dtype == torch.bfloat16 else 5e-3
-    assert max(worst) < tolerance, "queries and weights are rounded to float16, and results to the engine's dtype"
+    assert max(worst) < tolerance, "queries and weights are rounded to 16 bits, and results to the engine's dtype"
 
 
 def test_a_cache_on_the_gpu_decodes_with_the_kernels(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,17 +1,17 @@
 // Decode attention over packed pages, for NVIDIA GPUs from compute capability 8.0 on.
 //
-// Compiled at run time for one geometry: D (head dimension), G (query heads a KV head), NT (tiles of 8 query columns, a
+// Compiled at run time for one geometry: D (head dimension), G (query heads a KV head), NT (tiles of 4 query columns, a
 // column being one query token and head), HKV (KV heads), KIND (dtype of exact rows: 0 float32, 1 bfloat16, 2 float16).
 //
-// One warp reads one page of 64 tokens at a time, straight from memory into the registers that the tensor cores take it
-// from. A code of a plane is turned into a number by one AND on two codes at once: the bits that are left, read as
-// float16, are a subnormal number, x 4^p 2^-24 for a code x at bit 2p of its byte, which the tensor cores multiply
-// exactly. So keys need no conversion and no shift; 4^-p is in the query, 2^24 in the page's scale.
-//   logits^T [tokens, columns] = K [tokens, D] q^T:  A = codes, rows are tokens; B = queries, in registers throughout
-//   o'^T    [D, columns]       = V^T [D, tokens] p^T: A = codes of two tokens, merged by a byte permutation
-// Which channel or token a place in a fragment stands for is free as long as both operands agree, and is chosen such
-// that loads are whole sectors, a thread's eight tokens are neighbours, and planes need no shuffles.
-// Bound by memory at 2 bits; by the issue of about 600 instructions a page and plane before that on slower memories.
+// One warp reads one page of 64 tokens at a time. Its codes go to the tensor cores as they are: one AND leaves the bits of
+// four codes, each an unsigned byte x 4^p for a code x at bit 2p. Queries and softmax weights are 16-bit integers, their
+// high and low bytes two columns of the other operand, so that products are exact and nothing is converted before them.
+//   logits [tokens, columns] = K [tokens, D] q^T:  A = codes, rows are tokens; B = queries, in registers throughout
+//   o'^T   [D, columns]      = V^T [D, tokens] w^T: A = codes of four tokens, brought together by byte permutations
+// For keys the upper nibble is shifted down and a factor 1/4 is in the queries' integers; weights are scaled to their page's largest, so a page's sum fits 32 bits and
+// joins the running sum as float32. Which channel or token a place in a fragment stands for is free as long as both
+// operands agree, and is chosen such that a thread has one column and eight neighbouring tokens, and planes need no
+// shuffles. Bound by memory, closely followed by the issue of about 550 instructions a page at 2 bits.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -21,12 +21,13 @@ typedef long long i64;
 #define NW (D / 16)
 #define KW ((NW + 3) / 4)
 #define VW ((NW + 7) / 8)
-#define NCOL (8 * NT)
+#define NCOL (4 * NT)
 #define WARPS 4
 #define SLOTS 4
-#define BLOCKS (NT * D > 128 ? 2 : 3)
+#define BLOCKS (NT * VW > 2 ? 2 : NT * VW > 1 ? 3 : 4)
 #define NEVER (-1e30f)
 #define COLUMNS 11
+#define PART (D + 2 + 3 * MEASURED)
 #define SLAB_BYTES (HKV * 16 * D)
 #define SCALE_AT (2 * SLAB_BYTES)
 #define MID_AT (SCALE_AT + 256 * HKV)
@@ -34,10 +35,12 @@ typedef long long i64;
 #define GAIN_AT (CENTER_AT + (CENTERED ? HKV * D : 0))
 #define CENTER_SCALE_AT (GAIN_AT + 8 * HKV)
 #define RECORD_BYTES ((CENTER_SCALE_AT + (CENTERED ? 2 * HKV : 0) + 15) / 16 * 16)
+#define LN2 0.69314718056f
 
 struct Params {
-    const u16* q;            // [B, HKV, NCOL, D] float16: q' * scaling * log2(e), each row scaled to at most 4096
-    const float* q_meta;     // [B, HKV, NCOL, 4]: factor that undoes the row's scaling, sum of q', energy, unused
+    const u8* q;             // int8 [B, HKV, 2 NCOL, D]: high and low bytes of q' * scaling * log2(e) in units, times
+                             // 1/4 for channels of odd planes
+    const float* q_meta;     // [B, HKV, NCOL, 4]: unit of the integers, sum of q', energy, squared norm in natural units
     const float* q_exact;    // [B, HKV, NCOL, D]: q * scaling * log2(e)
     const u8* records;       // [N, RECORD_BYTES]
     const u8* slabs;         // [M, HKV, 64, D/4]
@@ -46,30 +49,31 @@ struct Params {
     const int* page_ids;     // [B, width]
     const int* lengths;      // [B]
     const float* kappa;      // [HKV, 3, 3]
-    float* partial;          // [splits + 1, B, HKV, NCOL, D + 2]: values, maximum, mass; the last split is of exact rows
-    int width, splits, tokens, sink, recent;
+    float* partial;          // [splits + exact_splits, B, HKV, NCOL, PART]: values, maximum, mass, spread
+    int width, splits, exact_splits, tokens, sink, recent;
     float softcap;           // in units of log2(e), 0 for none
+    float variance[6];       // of rows, in units of their squared step: K at 2, 4, 8 bits, V
+    float along;             // 1/D if errors avoid the row itself
 };
 
 __device__ __forceinline__ float as_float(u32 x) { return __uint_as_float(x); }
-__device__ __forceinline__ float scale16(u32 x) { return as_float((x & 0xffffu) << 15); }
+__device__ __forceinline__ float scale16(u32 x) { return as_float(x << 15 & 0x7fff8000u); }
 __device__ __forceinline__ float bf16(u32 x) { return as_float(x << 16); }
 __device__ __forceinline__ float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-__device__ __forceinline__ u32 half2_(float lo, float hi) {
-    u32 y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
-    return y;
-}
-__device__ __forceinline__ u32 times(u32 a, u32 b) { u32 y; asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
 __device__ __forceinline__ u32 transposed(u32 x) {
     u32 y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+#define MMA(NAME, A, B) \
+    __device__ __forceinline__ void NAME(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { \
+        asm("mma.sync.aligned.m16n8k32.row.col.s32." A "." B ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
+            : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) \
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])); \
+    }
+MMA(mma_k, "u8", "s8")
+MMA(mma_v, "u8", "u8")
+MMA(mma_center, "s8", "s8")
 __device__ __forceinline__ float max_rows(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
@@ -81,22 +85,48 @@ __device__ __forceinline__ float sum_rows(float x) {
     return x + __shfl_xor_sync(~0u, x, 16);
 }
 __device__ __forceinline__ float capped(float x, float cap) {
-    if (cap == 0.f) return x;
     float e = exp2_(x / cap * 2.8853900817779268f);
     return cap * (1.f - 2.f / (e + 1.f));
 }
+__device__ __forceinline__ int whole(const int (&c)[4], int s) { return 256 * c[2 * s] + c[2 * s + 1]; }
+// A thread's x-th of eight 16-bit numbers, in place for scale16 and bf16.
+__device__ __forceinline__ u32 word_of(const uint4& x, int e) { return e < 2 ? x.x : e < 4 ? x.y : e < 6 ? x.z : x.w; }
+__device__ __forceinline__ float scale_of(const uint4& x, int e) {
+    const u32 w = word_of(x, e);
+    return as_float((e & 1 ? w >> 1 : w << 15) & 0x7fff8000u);
+}
+__device__ __forceinline__ float mid_of(const uint4& x, int e) {
+    const u32 w = word_of(x, e);
+    return as_float(e & 1 ? w & 0xffff0000u : w << 16);
+}
+__device__ __forceinline__ int index_of(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : 2; }
 
 // Slabs travel through shared memory, a ring of slots a warp, SLOTS - 1 of them in flight. Rows are stored there in an order
-// in which a warp's reads meet no bank twice, where a row is a whole number of 16-byte pieces.
+// in which a warp's reads meet no bank twice, where a row is 1, 2 or 4 pieces of 16 bytes: bits of its number change places.
 #define ROW (D / 4)
-#define SORTED (ROW % 16 == 0)
-#define HEADER (512 + D)
-#define SLOT (16 * D + HEADER)
-__device__ __forceinline__ int k_place(int t) { return SORTED ? (t & 7) * 8 + (t >> 3) : t; }
-__device__ __forceinline__ int v_place(int t) { return SORTED ? (t & 15) * 4 + (t >> 4) : t; }
-__device__ __forceinline__ void copy_16(u8* to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from));
+#define SORTED (ROW == 16 || ROW == 32 || ROW == 64)
+#define SLOT (16 * D + 512)
+constexpr __device__ int k_place(int t) { return SORTED ? (t & 7) * 8 + (t >> 3) : t; }
+constexpr __device__ int v_place(int t) { return SORTED ? (t & 15) * 4 + (t >> 4) : t; }
+template <int TO = 0, int FROM = 0>
+__device__ __forceinline__ void copy_16(u32 to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" :: "r"(to), "l"(from), "n"(TO), "n"(FROM));
 }
+// Copies a slab of 64 rows; ``from`` and ``to`` are the lane's, the latter slab_place away from the slot.
+template <bool V, int M = 0>
+__device__ __forceinline__ void copy_slab(u32 to, const u8* from, int lane) {
+    if constexpr (M < (D + 31) / 32) {
+        constexpr int ROWS = 512 * M / ROW;
+        if (D % 32 == 0 || lane + 32 * M < D) copy_16<SORTED ? (V ? v_place(ROWS) : k_place(ROWS)) * ROW : 512 * M, 512 * M>(to, from);
+        copy_slab<V, M + 1>(to, from, lane);
+    }
+}
+template <bool V>
+__device__ __forceinline__ int slab_place(int lane) {
+    const int row = lane * 16 / ROW, in = lane * 16 % ROW;
+    return SORTED ? (V ? v_place(row) : k_place(row)) * ROW + in : lane * 16;
+}
+
 // Words that this thread's fragments of K take: rows 8r + 0..7, KW words each.
 struct KRows { u32 w[8][KW]; };
 __device__ __forceinline__ void read_k(KRows& x, const u8* slot, int r, int c) {
@@ -110,400 +140,422 @@ __device__ __forceinline__ void read_k(KRows& x, const u8* slot, int r, int c) {
         }
     }
 }
-// Of V: word r * VW + k of rows 16c + 2i + h + {0, 8}.
-struct VRows { u32 w[4][2][2][VW]; };
-__device__ __forceinline__ void read_v_rows(VRows& x, const u8* slot, int r, int c) {
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-        #pragma unroll
-        for (int h = 0; h < 2; h++)
-            #pragma unroll
-            for (int u = 0; u < 2; u++) {
-                const u32* row = (const u32*)(slot + v_place(16 * c + 2 * i + h + 8 * u) * ROW) + r * VW;
-                #pragma unroll
-                for (int k = 0; k < VW; k++) x.w[i][h][u][k] = r * VW + k < NW ? row[k] : 0;
-            }
-}
-
-// What a warp will read next: the planes of K, then those of V, of one page after the other.
-struct Feed {
-    const Params& P;
-    u8* ring;
-    int h, lane;
-    int page, planes, fine_k, fine_v, f0k, f1k, f0v, f1v;  // of the lane's page; planes: of K, and of V << 4
-    u32 todo;
-    int at, next, slot;
-
-    __device__ __forceinline__ void issue() {
-        if (todo) {
-            const int counts = __shfl_sync(~0u, planes, at), nk = counts & 15, nv = counts >> 4;
-            const bool v = next >= nk;
-            const int z = v ? next - nk : next;
-            const u8* from;
-            u8* to = ring + slot * SLOT;
-            if (z == 0) {
-                const u8* record = P.records + (i64)__shfl_sync(~0u, page, at) * RECORD_BYTES;
-                from = record + (v ? SLAB_BYTES : 0) + h * 16 * D;
-                if (!v) {
-                    const int field = lane >> 3, piece = (lane & 7) * 16;
-                    const int place = (field < 2 ? SCALE_AT : MID_AT) + ((field & 1) * HKV + h) * 128;
-                    copy_16(to + 16 * D + field * 128 + piece, record + place + piece);
-                    if (CENTERED && lane < D / 16) copy_16(to + 16 * D + 512 + lane * 16, record + CENTER_AT + h * D + lane * 16);
-                }
-            } else {
-                const int s = z == 1 ? (v ? fine_v : fine_k) : z == 2 ? (v ? f1v : f1k) : (v ? f0v : f0k);
-                from = P.slabs + (i64)__shfl_sync(~0u, s, at) * SLAB_BYTES + h * 16 * D;
-            }
-            #pragma unroll
-            for (int m = 0; m < (D + 31) / 32; m++) {
-                const int q = lane + 32 * m;
-                if (D % 32 == 0 || q < D) {
-                    const int row = q * 16 / ROW, in = q * 16 % ROW;
-                    copy_16(to + (SORTED ? (v ? v_place(row) : k_place(row)) * ROW + in : q * 16), from + q * 16);
-                }
-            }
-            if (++next == nk + nv) { next = 0; todo &= todo - 1; at = __ffs(todo) - 1; }
-        }
-        asm volatile("cp.async.commit_group;");
-        slot = slot + 1 == SLOTS ? 0 : slot + 1;
-    }
-};
-
-// acc += codes of a plane times queries; NIBBLE is -1 for a plane of pairs, else the slab's number.
-template <int NIBBLE>
-__device__ __forceinline__ void dot_k(float (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][2][2][2]) {
+// acc += codes of a plane of pairs times queries.
+__device__ __forceinline__ void dot_k(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4]) {
     #pragma unroll
     for (int k = 0; k < KW; k++)
         #pragma unroll
-        for (int s = 0; s < 2; s++)
+        for (int i = 0; i < 4; i++)
             #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 a = s ? x.w[2 * i][k] >> 8 : x.w[2 * i][k], b = s ? x.w[2 * i + 1][k] >> 8 : x.w[2 * i + 1][k];
+            for (int z = 0; z < 2; z++) {
+                const u32 low = 0x03030303u, high = 0x0c0c0c0cu, a = x.w[2 * i][k] >> (4 * z), b = x.w[2 * i + 1][k] >> (4 * z);
                 #pragma unroll
-                for (int z = 0; z < 2; z++) {
-                    if (NIBBLE >= 0 && NIBBLE != z) continue;
-                    const u32 low = NIBBLE >= 0 ? 0x000f000fu : 0x00030003u << (2 * z);
-                    const u32 high = NIBBLE >= 0 ? 0x00f000f0u : 0x00300030u << (2 * z);
-                    #pragma unroll
-                    for (int n = 0; n < NT; n++)
-                        mma(acc[n][i], a & low, b & low, a & high, b & high, bq[n][k][s][z][0], bq[n][k][s][z][1]);
-                }
+                for (int n = 0; n < NT; n++)
+                    mma_k(acc[n][i], a & low, b & low, a & high, b & high, bq[n][k][2 * z], bq[n][k][2 * z + 1]);
             }
 }
-template <int NIBBLE>
-__device__ __forceinline__ void dot_v(float (&o)[NT][VW][8][4], const VRows& x, const u32 (&p)[NT][4][2]) {
+// acc += codes of a slab of nibbles, channels of planes SLAB and SLAB + 2, times queries.
+// ``zero`` is one that the compiler does not know of: queries go to other registers, in pairs as these products take them.
+template <int SLAB>
+__device__ __forceinline__ void dot_k_nibbles(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4], u32 zero) {
     #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int k = 0; k < KW; k++)
         #pragma unroll
-        for (int k = 0; k < VW; k++)
+        for (int i = 0; i < 4; i++) {
+            const u32 low = 0x0f0f0f0fu, a = x.w[2 * i][k], b = x.w[2 * i + 1][k];
             #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                u32 a = __byte_perm(x.w[i][0][0][k], x.w[i][0][1][k], j * 0x11 + (4 + j) * 0x1100);
-                u32 b = __byte_perm(x.w[i][1][0][k], x.w[i][1][1][k], j * 0x11 + (4 + j) * 0x1100);
-                #pragma unroll
-                for (int z = 0; z < 2; z++) {
-                    if (NIBBLE >= 0 && NIBBLE != z) continue;
-                    const u32 low = NIBBLE >= 0 ? 0x000f000fu : 0x00030003u << (2 * z);
-                    const u32 high = NIBBLE >= 0 ? 0x00f000f0u : 0x00300030u << (2 * z);
-                    #pragma unroll
-                    for (int n = 0; n < NT; n++)
-                        mma(o[n][k][2 * j + z], a & low, a & high, b & low, b & high, p[n][i][0], p[n][i][1]);
-                }
-            }
+            for (int n = 0; n < NT; n++)
+                mma_k(acc[n][i], a & low, b & low, a >> 4 & low, b >> 4 & low, bq[n][k][SLAB] ^ zero, bq[n][k][SLAB + 2] ^ zero);
+        }
 }
-__device__ __forceinline__ void quadruple(float (&acc)[NT][4][4]) {
+__device__ __forceinline__ void quadruple(int (&acc)[NT][4][4]) {
     #pragma unroll
     for (int n = 0; n < NT; n++)
         #pragma unroll
         for (int i = 0; i < 4; i++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) acc[n][i][e] *= 4.f;
+            for (int e = 0; e < 4; e++) acc[n][i][e] <<= 2;
 }
-__device__ __forceinline__ void scaled(u32 (&y)[NT][4][2], const u32 (&p)[NT][4][2], u32 factor) {
+
+// Byte j of word k of four tokens each, 16c + 2i + {0, 1, 8, 9}.
+struct VRows { u32 w[VW][4][4]; };
+__device__ __forceinline__ void read_v(VRows& x, const u8* slot, int r, int c) {
     #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int i = 0; i < 4; i++)
         #pragma unroll
-        for (int i = 0; i < 4; i++) { y[n][i][0] = times(p[n][i][0], factor); y[n][i][1] = times(p[n][i][1], factor); }
+        for (int k = 0; k < VW; k++) {
+            u32 w[4];
+            #pragma unroll
+            for (int t = 0; t < 4; t++) {
+                const int token = 16 * c + 2 * i + (t & 1) + 8 * (t >> 1);
+                const u32* row = (const u32*)(slot + v_place(token) * ROW) + r * VW;
+                w[t] = r * VW + k < NW ? row[k] : 0;
+            }
+            const u32 s = __byte_perm(w[0], w[1], 0x5140), t = __byte_perm(w[0], w[1], 0x7362);
+            const u32 u = __byte_perm(w[2], w[3], 0x5140), v = __byte_perm(w[2], w[3], 0x7362);
+            x.w[k][0][i] = __byte_perm(s, u, 0x5410);
+            x.w[k][1][i] = __byte_perm(s, u, 0x7632);
+            x.w[k][2][i] = __byte_perm(t, v, 0x5410);
+            x.w[k][3][i] = __byte_perm(t, v, 0x7632);
+        }
 }
-__device__ __forceinline__ u16 u16_of(const uint4& x, int e) {
-    u32 w = e < 2 ? x.x : e < 4 ? x.y : e < 6 ? x.z : x.w;
-    return e & 1 ? w >> 16 : w & 0xffff;
+typedef float Out[NT][VW][4][4];  // by tile, word, byte and plane: channel plane * D/4 + 4 (r VW + word) + byte
+// o += factor * codes of a plane of pairs times weights.
+__device__ __forceinline__ void dot_v(Out& o, const VRows& x, const u32 (&w)[NT][4], const float (&factor)[NT]) {
+    #pragma unroll
+    for (int k = 0; k < VW; k++)
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            #pragma unroll
+            for (int z = 0; z < 2; z++) {
+                const u32 low = 0x03030303u << (4 * z), high = 0x0c0c0c0cu << (4 * z);
+                const u32 (&a)[4] = x.w[k][j];
+                #pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    int acc[4] = {0, 0, 0, 0};
+                    mma_v(acc, a[0] & low, a[0] & high, a[1] & low, a[1] & high, w[n][0], w[n][1]);
+                    mma_v(acc, a[2] & low, a[2] & high, a[3] & low, a[3] & high, w[n][2], w[n][3]);
+                    o[n][k][j][2 * z] = fmaf(factor[n], (float)whole(acc, 0), o[n][k][j][2 * z]);
+                    o[n][k][j][2 * z + 1] = fmaf(factor[n], (float)whole(acc, 1), o[n][k][j][2 * z + 1]);
+                }
+            }
 }
-__device__ __forceinline__ int index_of(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : 2; }
+template <int SLAB>
+__device__ __forceinline__ void dot_v_nibbles(Out& o, const VRows& x, const u32 (&w)[NT][4], const float (&factor)[NT]) {
+    #pragma unroll
+    for (int k = 0; k < VW; k++)
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const u32 low = 0x0f0f0f0fu, high = 0xf0f0f0f0u;
+            const u32 (&a)[4] = x.w[k][j];
+            #pragma unroll
+            for (int n = 0; n < NT; n++) {
+                int acc[4] = {0, 0, 0, 0};
+                mma_v(acc, a[0] & low, a[0] & high, a[1] & low, a[1] & high, w[n][0], w[n][1]);
+                mma_v(acc, a[2] & low, a[2] & high, a[3] & low, a[3] & high, w[n][2], w[n][3]);
+                o[n][k][j][SLAB] = fmaf(factor[n], (float)whole(acc, 0), o[n][k][j][SLAB]);
+                o[n][k][j][SLAB + 2] = fmaf(factor[n], (float)whole(acc, 1), o[n][k][j][SLAB + 2]);
+            }
+        }
+}
+
+// What the table says of one page.
+struct Page {
+    int id = -1, start = 0, rows = 0, tier_k = 0, tier_v = 0, slot = -1;
+    int finer[6] = {-1, -1, -1, -1, -1, -1};  // slabs beyond the base in the order in which they are read: K's, V's
+    bool exact = false, exact_for_all = false;  // read exactly by the oldest query token, by the newest
+
+    __device__ __forceinline__ void look_up(const Params& P, int b, int j, int oldest, int newest) {
+        id = P.page_ids[(i64)b * P.width + j];
+        if (id < 0) return;
+        const int* t = P.table + (i64)id * COLUMNS;
+        start = t[0]; rows = t[1]; tier_k = t[2]; tier_v = t[3]; slot = t[10];
+        finer[0] = t[4]; finer[1] = t[7]; finer[2] = t[6]; finer[3] = t[5]; finer[4] = t[9]; finer[5] = t[8];
+        exact = tier_k == 0 || (slot >= 0 && (start < P.sink || start >= oldest / 64 * 64 - P.recent));
+        exact_for_all = tier_k == 0 || (slot >= 0 && (start < P.sink || start >= newest / 64 * 64 - P.recent));
+        if (start > newest) id = -1;
+    }
+};
+// A page that a warp will read, in shared memory: {id, start, kind, -}, finer slabs, centers times queries by column.
+// kind: rows | planes of K << 8 | of V << 12 | bits of K << 16 | of V << 20 | has exact rows << 24.
+struct Entry {
+    int4 page;
+    int finer[8];
+    float center[NCOL];
+};
+// Pages of a sequence: as many as its length tells, or more where pages were cut.
+__device__ __forceinline__ int pages_of(const Params& P, int b) {
+    int n = min(P.width, (P.lengths[b] + 63) / 64);
+    while (n < P.width && P.page_ids[(i64)b * P.width + n] >= 0) n++;
+    return n;
+}
 
 struct Smem {
-    float m[WARPS][NCOL], l[WARPS][NCOL];
+    float m[WARPS][NCOL], l[WARPS][NCOL], spread[WARPS][NCOL][3];
     float o[WARPS][NCOL][D];
 };
 
 __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, int h, int b) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, c = lane & 3;
-    u8* ring = rings + warp * SLOTS * SLOT;
+    u8* ring = rings + warp * (SLOTS * SLOT + 32 * sizeof(Entry));
+    Entry* entries = (Entry*)(ring + SLOTS * SLOT);
+    const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
-    u32 bq[NT][KW][2][2][2];
-    float total[NT][2], energy[NT][2], unit[NT][2], m[NT][2], l[NT][2], off[NT][2];
-    int position[NT][2];
-    const int length = P.lengths[b];
+    u32 bq[NT][KW][4];
+    float unit[NT], total[NT], energy[NT], m[NT], l[NT], off[NT];
+#if MEASURED
+    float norm[NT], spread[NT][3];
+#endif
+    int position[NT];
+    const int length = P.lengths[b], newest = length - 1, oldest = length - P.tokens;
+    const int n_pages = pages_of(P, b);
+    const int first = (int)((i64)n_pages * split / P.splits), last = (int)((i64)n_pages * (split + 1) / P.splits);
     #pragma unroll
     for (int n = 0; n < NT; n++) {
-        const u16* q = P.q + (row0 + 8 * n + r) * D;
+        const u8* q = P.q + (2 * row0 + 8 * n + r) * D;
         #pragma unroll
         for (int k = 0; k < KW; k++)
             #pragma unroll
-            for (int s = 0; s < 2; s++)
-                #pragma unroll
-                for (int z = 0; z < 2; z++)
-                    #pragma unroll
-                    for (int x = 0; x < 2; x++) {
-                        const int w = c * KW + k, p = z + 2 * x, at = p * (D / 4) + 4 * w + s;
-                        const u32 pair = w < NW ? (u32)q[at] | (u32)q[at + 2] << 16 : 0;
-                        const u32 down = p == 0 ? 0x3c003c00u : p == 1 ? 0x34003400u : p == 2 ? 0x2c002c00u : 0x24002400u;
-                        bq[n][k][s][z][x] = times(pair, down);
-                    }
-        #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int col = 8 * n + 2 * c + e;
-            const float* meta = P.q_meta + (row0 + col) * 4;
-            unit[n][e] = 16777216.f * meta[0]; total[n][e] = meta[1]; energy[n][e] = meta[2];
-            m[n][e] = NEVER; l[n][e] = off[n][e] = 0.f;
-            const int token = col / G;
-            position[n][e] = token < P.tokens ? length - P.tokens + token : -1;
-        }
+            for (int p = 0; p < 4; p++) bq[n][k][p] = c * KW + k < NW ? *(const u32*)(q + p * (D / 4) + 4 * (c * KW + k)) : 0;
+        const float4 meta = *(const float4*)(P.q_meta + (row0 + 4 * n + c) * 4);
+        unit[n] = meta.x; total[n] = meta.y; energy[n] = meta.z;
+        m[n] = NEVER; l[n] = off[n] = 0.f;
+#if MEASURED
+        norm[n] = meta.w; spread[n][0] = spread[n][1] = spread[n][2] = 0.f;
+#endif
+        const int token = (4 * n + c) / G;
+        position[n] = token < P.tokens ? length - P.tokens + token : newest;
     }
-    float o[NT][VW][8][4];
+    Out o;
     #pragma unroll
     for (int n = 0; n < NT; n++)
         #pragma unroll
         for (int k = 0; k < VW; k++)
             #pragma unroll
-            for (int j = 0; j < 8; j++)
+            for (int j = 0; j < 4; j++)
                 #pragma unroll
-                for (int e = 0; e < 4; e++) o[n][k][j][e] = 0.f;
-    float v_unit = 0.f;
+                for (int p = 0; p < 4; p++) o[n][k][j][p] = 0.f;
+    const float kappa_2 = P.kappa[h * 9];
+    const u32 zero = (u32)P.width >> 31;
 
+    const int place_k = slab_place<false>(lane), place_v = slab_place<true>(lane);
+    const int place_header = (lane < 16 ? SCALE_AT : MID_AT) + ((lane >> 3 & 1) * HKV + h) * 128 + (lane & 7) * 16 - lane * 16;
+    const i64 head = h * 16 * D + lane * 16;
     // Pages that some query of this call reads packed, dealt out to splits and warps.
-    const int newest = length - 1, oldest = length - P.tokens;
-    const int n_pages = P.width;
-    const int first = (int)((i64)n_pages * split / P.splits), last = (int)((i64)n_pages * (split + 1) / P.splits);
     for (int j0 = first + warp; j0 < last; j0 += WARPS * 32) {
         // What the table says of this warp's next 32 pages, one a lane.
-        const int mine = j0 + WARPS * lane;
-        int start = 0, rows = 0, tiers = 0;
-        Feed feed{P, ring, h, lane, -1, 0x11, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0};
-        if (mine < last) feed.page = P.page_ids[(i64)b * P.width + mine];
-        if (feed.page >= 0) {
-            const int* t = P.table + (i64)feed.page * COLUMNS;
-            start = t[0]; rows = t[1]; tiers = t[2] | t[3] << 8;
-            feed.fine_k = t[4]; feed.fine_v = t[5]; feed.f0k = t[6]; feed.f1k = t[7]; feed.f0v = t[8]; feed.f1v = t[9];
-            feed.planes = (1 + (t[4] >= 0) + 2 * (t[6] >= 0)) | (1 + (t[5] >= 0) + 2 * (t[8] >= 0)) << 4;
-            const int slot = t[10];
-            const bool exact = t[2] == 0 || (slot >= 0 && (start < P.sink || start >= oldest / 64 * 64 - P.recent));
-            const bool exact_for_all = t[2] == 0 || (slot >= 0 && (start < P.sink || start >= newest / 64 * 64 - P.recent));
-            if ((exact && exact_for_all) || start > newest) feed.page = -1;
-            if (slot >= 0) tiers |= 1 << 16;
+        Page mine;
+        if (j0 + WARPS * lane < last) mine.look_up(P, b, j0 + WARPS * lane, oldest, newest);
+        if (mine.exact && mine.exact_for_all) mine.id = -1;
+        const u32 found = __ballot_sync(~0u, mine.id >= 0);
+        const int count = __popc(found), rank = __popc(found & ((1u << lane) - 1));
+        if (mine.id >= 0) {
+            Entry& to = entries[rank];
+            const int nk = 1 + (mine.finer[0] >= 0) + 2 * (mine.finer[2] >= 0), nv = 1 + (mine.finer[3] >= 0) + 2 * (mine.finer[5] >= 0);
+            to.page = make_int4(mine.id, mine.start, mine.rows | nk << 8 | nv << 12 | mine.tier_k << 16 | mine.tier_v << 20 | (mine.slot >= 0) << 24, 0);
+            #pragma unroll
+            for (int i = 0; i < 6; i++) to.finer[i] = mine.finer[i];
         }
-        u32 todo = __ballot_sync(~0u, feed.page >= 0);
-        feed.todo = todo;
-        feed.at = __ffs(todo) - 1;
         __syncwarp();
-        #pragma unroll
-        for (int i = 0; i < SLOTS - 1; i++) feed.issue();
-        int slot = 0;
+        // What a warp will read next: the planes of K, then those of V, of one page after the other.
+        int ahead = 0, next = 0, fill = 0, slot = 0;
+        auto issue = [&]() {
+            if (ahead < count) {
+                const Entry& e = entries[ahead];
+                const int nk = e.page.z >> 8 & 15, all = nk + (e.page.z >> 12 & 15);
+                const bool v = next >= nk;
+                const int z = v ? next - nk : next;
+                const u32 to = ring_at + fill * SLOT;
+                const u8* from = z == 0 ? P.records + (i64)e.page.x * RECORD_BYTES + (v ? SLAB_BYTES : 0)
+                                        : P.slabs + (i64)e.finer[v ? 2 + z : z - 1] * SLAB_BYTES;
+                from += head;
+                if (v) copy_slab<true>(to + place_v, from, lane);
+                else {
+                    copy_slab<false>(to + place_k, from, lane);
+                    if (z == 0) copy_16<16 * D>(to + lane * 16, from - h * 16 * D + place_header);
+                }
+                if (++next == all) { next = 0; ahead++; }
+            }
+            asm volatile("cp.async.commit_group;");
+            fill = fill + 1 == SLOTS ? 0 : fill + 1;
+        };
         // The next slab is there; one more is sent for.
         auto arrived = [&]() -> const u8* {
-            asm volatile("cp.async.wait_group %0;" :: "n"(SLOTS - 2));
+            asm volatile("cp.async.wait_group %0;" :: "n"(SLOTS - 2) : "memory");
             __syncwarp();
-            feed.issue();
-            const u8* found = ring + slot * SLOT;
+            issue();
+            const u8* here = ring + slot * SLOT;
             slot = slot + 1 == SLOTS ? 0 : slot + 1;
-            return found;
+            return here;
         };
-        for (; todo; todo &= todo - 1) {
-            const int at = __ffs(todo) - 1;
-            const u8* rec = P.records + (i64)__shfl_sync(~0u, feed.page, at) * RECORD_BYTES;
-            const int counts = __shfl_sync(~0u, feed.planes, at), nk = counts & 15, nv = counts >> 4;
-            const u8* here = arrived();
-            const u8* header = here + 16 * D;
-            const uint4 k_scales = *(const uint4*)(header + 16 * r), v_scales = *(const uint4*)(header + 128 + 16 * r);
-            const uint4 k_mids = *(const uint4*)(header + 256 + 16 * r), v_mids = *(const uint4*)(header + 384 + 16 * r);
-            KRows k_base;
-            read_k(k_base, here, r, c);
-            const int kinds = __shfl_sync(~0u, tiers, at), from = __shfl_sync(~0u, start, at), n_rows = __shfl_sync(~0u, rows, at);
-            const int bits_k = kinds & 255, bits_v = kinds >> 8 & 255;
-            float acc[NT][4][4];
-            #pragma unroll
-            for (int n = 0; n < NT; n++)
-                #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    #pragma unroll
-                    for (int e = 0; e < 4; e++) acc[n][i][e] = 0.f;
-            dot_k<-1>(acc, k_base, bq);
-            float from_center[NT][2];
-            #pragma unroll
-            for (int n = 0; n < NT; n++) from_center[n][0] = from_center[n][1] = 0.f;
+        #pragma unroll 1
+        for (int i = 0; i < SLOTS - 1; i++) issue();
 #if CENTERED
-            {
-                // The center as one more row of numbers -128..127, in row 0 of an otherwise empty tile.
-                const u8* center = header + 512;
-                float dots[NT][4];
-                #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    #pragma unroll
-                    for (int e = 0; e < 4; e++) dots[n][e] = 0.f;
-                #pragma unroll
-                for (int k = 0; k < KW; k++)
-                    #pragma unroll
-                    for (int p = 0; p < 2; p++) {
-                        u32 w0 = 0, w1 = 0;
-                        if (r == 0 && c * KW + k < NW) {
-                            w0 = *(const u32*)(center + p * (D / 4) + 4 * (c * KW + k)) ^ 0x80808080u;
-                            w1 = *(const u32*)(center + (p + 2) * (D / 4) + 4 * (c * KW + k)) ^ 0x80808080u;
-                        } else { w0 = w1 = 0x80808080u; }
-                        #pragma unroll
-                        for (int s = 0; s < 2; s++) {
-                            // 0x6400 | x is 1024 + x: minus 1152 it is the signed number, times 4^p as queries carry 4^-p.
-                            u32 a0 = (w0 >> (8 * s) & 0x00ff00ffu) | 0x64006400u, a2 = (w1 >> (8 * s) & 0x00ff00ffu) | 0x64006400u;
-                            asm("sub.f16x2 %0, %0, %1;" : "+r"(a0) : "r"(0x64806480u));
-                            asm("sub.f16x2 %0, %0, %1;" : "+r"(a2) : "r"(0x64806480u));
-                            a0 = times(a0, p ? 0x44004400u : 0x3c003c00u);
-                            a2 = times(a2, p ? 0x54005400u : 0x4c004c00u);
-                            #pragma unroll
-                            for (int n = 0; n < NT; n++) mma(dots[n], a0, 0, a2, 0, bq[n][k][s][p][0], bq[n][k][s][p][1]);
-                        }
-                    }
-                const float c_scale = scale16(*(const u16*)(rec + CENTER_SCALE_AT + 2 * h));
-                #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    #pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        from_center[n][e] = c_scale * (unit[n][e] / 16777216.f) * __shfl_sync(~0u, dots[n][e], c);
-            }
-#endif
-            const int read = nk == 1 ? 2 : nk == 2 ? 4 : 8;
-            if (nk >= 2) {
-                read_k(k_base, arrived(), r, c);
-                quadruple(acc);
-                dot_k<-1>(acc, k_base, bq);
-            }
-            if (nk == 4) {
-                read_k(k_base, arrived(), r, c);
-                quadruple(acc);
-                dot_k<1>(acc, k_base, bq);
-                read_k(k_base, arrived(), r, c);
-                quadruple(acc);
-                dot_k<0>(acc, k_base, bq);
-            }
-            float gain = 1.f;
-            if (read != bits_k)
-                gain = scale16(*(const u16*)(rec + GAIN_AT + 4 * h + 2 * index_of(read))) * (float)(1 << (bits_k - read));
-            const float half = 0.5f * (float)((1 << read) - 1);
-            const float noise = P.kappa[h * 9 + 3 * index_of(bits_k) + index_of(read)];
-            bool whole = n_rows == 64 && from + 63 <= oldest && !(kinds >> 16);
-            float top[NT][2];
+        // Centers of 16 pages at a time times queries, odd planes first as queries carry 1/4: page r (+ 8) in the rows.
+        for (int g = 0; g < count; g += 16) {
+            int sum[NT][2] = {};
+            const u8* from[2];
             #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                top[n][0] = top[n][1] = NEVER;
+            for (int s = 0; s < 2; s++) from[s] = P.records + (i64)entries[min(g + 8 * s + r, count - 1)].page.x * RECORD_BYTES;
+            #pragma unroll
+            for (int z = 1; z >= 0; z--) {
+                int acc[NT][4] = {};
                 #pragma unroll
-                for (int x = 0; x < 8; x++) {
-                    const float step = scale16(u16_of(k_scales, x)) * gain, mid = bf16(u16_of(k_mids, x));
-                    const float zero = mid - step * half, loss = noise * step * step;
+                for (int p = z; p < 4; p += 2)
                     #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        float& y = acc[n][x >> 1][2 * (x & 1) + e];
-                        float s = fmaf(step * unit[n][e], y, fmaf(zero, total[n][e], fmaf(-loss, energy[n][e], from_center[n][e])));
-#if CAPPED
-                        s = capped(s, P.softcap);
-#endif
-                        if (!whole) {
-                            const int t = position[n][e];
-                            const bool exact = kinds >> 16 && (from < P.sink || from >= t / 64 * 64 - P.recent);
-                            if (8 * r + x >= n_rows || from + 8 * r + x > t || exact) s = NEVER;
-                        }
-                        y = s;
-                        top[n][e] = fmaxf(top[n][e], s);
+                    for (int k = 0; k < KW; k += 2) {
+                        u32 a[2][2] = {};
+                        #pragma unroll
+                        for (int s = 0; s < 2; s++)
+                            #pragma unroll
+                            for (int x = 0; x < 2; x++)
+                                if (k + x < KW && c * KW + k + x < NW)
+                                    a[s][x] = *(const u32*)(from[s] + CENTER_AT + h * D + p * (D / 4) + 4 * (c * KW + k + x));
+                        #pragma unroll
+                        for (int n = 0; n < NT; n++)
+                            mma_center(acc[n], a[0][0], a[1][0], a[0][1], a[1][1], bq[n][k][p] ^ zero, k + 1 < KW ? bq[n][k + 1 < KW ? k + 1 : k][p] ^ zero : 0);
                     }
+                #pragma unroll
+                for (int n = 0; n < NT; n++)
+                    #pragma unroll
+                    for (int s = 0; s < 2; s++) sum[n][s] = 4 * sum[n][s] + whole(acc[n], s);
+            }
+            #pragma unroll
+            for (int s = 0; s < 2; s++) {
+                const float scale = scale16(*(const u16*)(from[s] + CENTER_SCALE_AT + 2 * h));
+                #pragma unroll
+                for (int n = 0; n < NT; n++)
+                    if (g + 8 * s + r < count) entries[g + 8 * s + r].center[4 * n + c] = scale * unit[n] * (float)sum[n][s];
+            }
+        }
+        __syncwarp();
+#endif
+        #pragma unroll 1
+        for (int at = 0; at < count; at++) {
+            const int4 page = entries[at].page;
+            const int kind = page.z, from = page.y, n_rows = kind & 255, nk = kind >> 8 & 15, nv = kind >> 12 & 15;
+            const int bits_k = kind >> 16 & 15, bits_v = kind >> 20 & 15;
+            const u8* here = arrived();
+            KRows x;
+            read_k(x, here, r, c);
+            int acc[NT][4][4] = {};
+            dot_k(acc, x, bq);
+            const u8* header = here + 16 * D + 16 * r;
+            const uint4 k_scales = *(const uint4*)header, v_scales = *(const uint4*)(header + 128);
+            const uint4 k_mids = *(const uint4*)(header + 256), v_mids = *(const uint4*)(header + 384);
+            float gain_k = 1.f, gain_v = 1.f, half_k = 1.5f, half_v = 1.5f, noise = kappa_2;
+            if (kind >> 8 != (0x2211 | kind >> 24 << 16)) {
+                const int read_k_ = nk == 1 ? 2 : nk == 2 ? 4 : 8, read_v_ = nv == 1 ? 2 : nv == 2 ? 4 : 8;
+                const u8* gains = P.records + (i64)page.x * RECORD_BYTES + GAIN_AT + 4 * h;
+                if (read_k_ != bits_k) gain_k = scale16(*(const u16*)(gains + 2 * index_of(read_k_))) * (float)(1 << (bits_k - read_k_));
+                if (read_v_ != bits_v) gain_v = scale16(*(const u16*)(gains + 4 * HKV + 2 * index_of(read_v_))) * (float)(1 << (bits_v - read_v_));
+                half_k = 0.5f * (float)((1 << read_k_) - 1);
+                half_v = 0.5f * (float)((1 << read_v_) - 1);
+                noise = P.kappa[h * 9 + 3 * index_of(bits_k) + index_of(read_k_)];
+                if (nk >= 2) {
+                    read_k(x, arrived(), r, c);
+                    quadruple(acc);
+                    dot_k(acc, x, bq);
+                }
+                if (nk == 4) {
+                    read_k(x, arrived(), r, c);
+                    quadruple(acc);
+                    dot_k_nibbles<1>(acc, x, bq, zero);
+                    read_k(x, arrived(), r, c);
+                    quadruple(acc);
+                    dot_k_nibbles<0>(acc, x, bq, zero);
                 }
             }
+            const bool all = n_rows == 64 && from + 63 <= oldest && !(kind >> 24);
+            // The largest step of V, for the weights' scale; steps are ordered as their bits are.
+            const u32 pairs = __vmaxu2(__vmaxu2(v_scales.x, v_scales.y), __vmaxu2(v_scales.z, v_scales.w));
+            const float most = fmaxf(max_rows(scale16(max(pairs & 0xffffu, pairs >> 16))), 1e-30f), up = __fdividef(65280.f, most);
+            u32 w[NT][4];
+            float factor[NT], keep[NT];
             bool higher = false;
             #pragma unroll
-            for (int n = 0; n < NT; n++) higher = higher || top[n][0] > m[n][0] + 4.f || top[n][1] > m[n][1] + 4.f;
-            if (__any_sync(~0u, higher)) {
+            for (int n = 0; n < NT; n++) {
+                float s[8], top = NEVER;
+#if MEASURED
+                float errs[8];
+#endif
+                const float of_center = CENTERED ? entries[at].center[4 * n + c] : 0.f;
+                // Everything that a step multiplies carries the gain.
+                const float one = unit[n] * gain_k, middle = half_k * total[n] * gain_k, loss = noise * energy[n] * gain_k * gain_k;
                 #pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    float keep[2];
-                    #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        const float now = fmaxf(m[n][e], max_rows(top[n][e]));
-                        keep[e] = exp2_(m[n][e] - now);
-                        m[n][e] = now;
-                        l[n][e] *= keep[e];
-                        off[n][e] *= keep[e];
-                    }
-                    #pragma unroll
-                    for (int k = 0; k < VW; k++)
-                        #pragma unroll
-                        for (int j = 0; j < 8; j++)
-                            #pragma unroll
-                            for (int e = 0; e < 4; e++) o[n][k][j][e] *= keep[e & 1];
+                for (int e = 0; e < 8; e++) {
+                    const float step = scale_of(k_scales, e), dot = fmaf(one, (float)whole(acc[n][e >> 1], e & 1), -middle);
+#if MEASURED
+                    const float along = LN2 * fmaf(step, dot, mid_of(k_mids, e) * total[n]);
+                    errs[e] = fmaxf(P.variance[index_of(bits_k)] * step * step * norm[n] - along * along * P.along, 0.f);
+#endif
+                    s[e] = fmaf(step, fmaf(-loss, step, dot), fmaf(mid_of(k_mids, e), total[n], of_center));
+#if CAPPED
+                    s[e] = capped(s[e], P.softcap);
+#if MEASURED
+                    const float slope = 1.f - s[e] * s[e] / (P.softcap * P.softcap);
+                    errs[e] *= slope * slope;
+#endif
+#endif
                 }
+                if (!all) {
+                    const int t = position[n];
+                    const bool exact = kind >> 24 && (from < P.sink || from >= t / 64 * 64 - P.recent);
+                    #pragma unroll
+                    for (int e = 0; e < 8; e++)
+                        if (8 * r + e >= n_rows || from + 8 * r + e > t || exact) s[e] = NEVER;
+                }
+                #pragma unroll
+                for (int e = 0; e < 8; e++) top = fmaxf(top, s[e]);
+                top = max_rows(top);
+                const float now = fmaxf(m[n], top);
+                higher = higher || now > m[n];
+                keep[n] = exp2_(m[n] - now);
+                m[n] = now;
+                // Weights are relative to the page's maximum; a page of which nothing is seen counts for nothing.
+                const float share = top == NEVER ? 0.f : exp2_(top - now);
+                top = fmaxf(top, 0.1f * NEVER);
+                float mass = 0.f, offset = 0.f, stepped = 0.f;
+#if MEASURED
+                float sums[3] = {0.f, 0.f, 0.f};
+#endif
+                u32 q[8];
+                #pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    const float y = exp2_(s[e] - top), z = y * scale_of(v_scales, e);
+                    mass += y;
+                    offset = fmaf(y, mid_of(v_mids, e), offset);
+                    stepped += z;
+                    // The integer is in the low bits of the sum.
+                    q[e] = __float_as_uint(fmaf(z, up, 8388608.f));
+#if MEASURED
+                    sums[0] = fmaf(y, errs[e], sums[0]);
+                    sums[1] = fmaf(y * y, errs[e], sums[1]);
+                    sums[2] = fmaf(z * z, P.variance[3 + index_of(bits_v)], sums[2]);
+#endif
+                }
+                #pragma unroll
+                for (int i = 0; i < 4; i++) w[n][i] = transposed(__byte_perm(q[2 * i], q[2 * i + 1], 0x4051));
+                l[n] = fmaf(l[n], keep[n], share * mass);
+                off[n] = fmaf(off[n], keep[n], share * fmaf(-half_v * gain_v, stepped, offset));
+                factor[n] = share * most * gain_v * (1.f / 65280.f);
+#if MEASURED
+                #pragma unroll
+                for (int z = 0; z < 3; z++)
+                    spread[n][z] = fmaf(spread[n][z], z ? keep[n] * keep[n] : keep[n], sums[z] * (z ? share * share : share));
+#endif
             }
-
-            const int read_v = nv == 1 ? 2 : nv == 2 ? 4 : 8;
-            gain = 1.f;
-            if (read_v != bits_v)
-                gain = scale16(*(const u16*)(rec + GAIN_AT + 4 * (HKV + h) + 2 * index_of(read_v))) * (float)(1 << (bits_v - read_v));
-            const float half_v = 0.5f * (float)((1 << read_v) - 1);
-            float largest = 0.f;
-            #pragma unroll
-            for (int x = 0; x < 8; x++) largest = fmaxf(largest, scale16(u16_of(v_scales, x)) * gain);
-            if (__any_sync(~0u, largest * v_unit > 8.f || (v_unit == 0.f && largest > 0.f))) {
-                const u32 exponent = __float_as_uint(max_rows(largest)) & 0x7f800000u;
-                const float fresh = as_float(0x7f000000u - min(exponent, 0x7e000000u));
-                const float change = v_unit == 0.f ? 1.f : fresh / v_unit;
-                v_unit = fresh;
+            if (__any_sync(~0u, higher)) {
                 #pragma unroll
                 for (int n = 0; n < NT; n++)
                     #pragma unroll
                     for (int k = 0; k < VW; k++)
                         #pragma unroll
-                        for (int j = 0; j < 8; j++)
+                        for (int j = 0; j < 4; j++)
                             #pragma unroll
-                            for (int e = 0; e < 4; e++) o[n][k][j][e] *= change;
+                            for (int p = 0; p < 4; p++) o[n][k][j][p] *= keep[n];
             }
-            u32 p[NT][4][2];
-            #pragma unroll
-            for (int n = 0; n < NT; n++)
-                #pragma unroll
-                for (int x = 0; x < 8; x++) {
-                    const float step = scale16(u16_of(v_scales, x)) * gain, zero = bf16(u16_of(v_mids, x)) - step * half_v;
-                    float w[2];
-                    #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        const float s = acc[n][x >> 1][2 * (x & 1) + e];
-                        const float y = s == NEVER ? 0.f : exp2_(s - m[n][e]);
-                        l[n][e] += y;
-                        off[n][e] += y * zero;
-                        w[e] = y * step * v_unit;
-                    }
-                    p[n][x >> 1][x & 1] = transposed(half2_(w[0], w[1]));
-                }
-            VRows x;
-            read_v_rows(x, arrived(), r, c);
+            VRows v;
+            read_v(v, arrived(), r, c);
             if (nv == 1) {
-                dot_v<-1>(o, x, p);
+                dot_v(o, v, w, factor);
             } else {
-                u32 y[NT][4][2];
-                scaled(y, p, nv == 4 ? 0x54005400u : 0x44004400u);
-                dot_v<-1>(o, x, y);
-                read_v_rows(x, arrived(), r, c);
-                scaled(y, p, nv == 4 ? 0x4c004c00u : 0x3c003c00u);
-                dot_v<-1>(o, x, y);
+                float by[NT];
+                #pragma unroll
+                for (int n = 0; n < NT; n++) by[n] = factor[n] * (nv == 4 ? 64.f : 4.f);
+                dot_v(o, v, w, by);
+                #pragma unroll
+                for (int n = 0; n < NT; n++) by[n] = factor[n] * (nv == 4 ? 16.f : 1.f);
+                read_v(v, arrived(), r, c);
+                dot_v(o, v, w, by);
                 if (nv == 4) {
-                    read_v_rows(x, arrived(), r, c);
-                    scaled(y, p, 0x44004400u);
-                    dot_v<1>(o, x, y);
-                    read_v_rows(x, arrived(), r, c);
-                    dot_v<0>(o, x, p);
+                    // Nibbles of planes 1 and 3 come out four times too small beside pairs, whose bits are at 2p.
+                    #pragma unroll
+                    for (int n = 0; n < NT; n++) by[n] = factor[n] * 4.f;
+                    read_v(v, arrived(), r, c);
+                    dot_v_nibbles<1>(o, v, w, by);
+                    read_v(v, arrived(), r, c);
+                    dot_v_nibbles<0>(o, v, w, factor);
                 }
             }
         }
@@ -512,27 +564,28 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
     }
     __syncthreads();
 
-    const float back = v_unit == 0.f ? 0.f : 16777216.f / v_unit;
     #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < NT; n++) {
+        const int col = 4 * n + c;
+        const float mass = sum_rows(l[n]), offset = sum_rows(off[n]);
+        if (r == 0) { S.m[warp][col] = m[n]; S.l[warp][col] = mass; }
+#if MEASURED
         #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int col = 8 * n + 2 * c + e;
-            const float sum = sum_rows(l[n][e]), offset = sum_rows(off[n][e]);
-            if (r == 0) { S.m[warp][col] = m[n][e]; S.l[warp][col] = sum; }
-            #pragma unroll
-            for (int k = 0; k < VW; k++)
-                #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    #pragma unroll
-                    for (int z = 0; z < 2; z++)
-                        #pragma unroll
-                        for (int x = 0; x < 2; x++) {
-                            const int p = z + 2 * x, w = r * VW + k;
-                            const float down = p == 0 ? 1.f : p == 1 ? 0.25f : p == 2 ? 0.0625f : 0.015625f;
-                            if (w < NW) S.o[warp][col][p * (D / 4) + 4 * w + j] = o[n][k][2 * j + z][2 * x + e] * down * back + offset;
-                        }
+        for (int z = 0; z < 3; z++) {
+            const float sum = sum_rows(spread[n][z]);
+            if (r == 0) S.spread[warp][col][z] = sum;
         }
+#endif
+        #pragma unroll
+        for (int k = 0; k < VW; k++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++)
+                #pragma unroll
+                for (int p = 0; p < 4; p++) {
+                    const float down = p == 0 ? 1.f : p == 1 ? 0.25f : p == 2 ? 0.0625f : 0.015625f;
+                    if (r * VW + k < NW) S.o[warp][col][p * (D / 4) + 4 * (r * VW + k) + j] = fmaf(o[n][k][j][p], down, offset);
+                }
+    }
 }
 
 __device__ __forceinline__ float exact_at(const void* rows, i64 i) {
@@ -567,9 +620,9 @@ __device__ __forceinline__ void exact_8(const void* rows, i64 i, float (&y)[8]) 
 #endif
 }
 
-// Exact rows of the windows and the open page: few, so plain float32. A warp takes a page; a lane two tokens' logits, then
-// some channels of the output.
-__device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][64], float (*q)[D], int h, int b) {
+// Exact rows of the windows and the open page, in plain float32. A block takes every so-manieth such page, a warp 16 of its
+// rows, two lanes a row; then each lane some channels of the output.
+__device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16], float (*q)[D], int part, int h, int b) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
     const int length = P.lengths[b], newest = length - 1, oldest = length - P.tokens;
@@ -584,184 +637,288 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][64
         #pragma unroll
         for (int k = 0; k < PER; k++) o[col][k] = 0.f;
     }
-    const int n_pages = P.width;
     int seen = 0;
-    for (int j0 = 0; j0 < n_pages; j0 += 32) {
-        int page = -1, start = 0, slot = -1, rows = 0, open = 0;
-        if (j0 + lane < n_pages) page = P.page_ids[(i64)b * P.width + j0 + lane];
-        if (page >= 0) {
-            const int* t = P.table + (i64)page * COLUMNS;
-            start = t[0]; rows = t[1]; open = t[2] == 0; slot = t[10];
-            if (slot >= 0 && !(open || start < P.sink || start >= oldest / 64 * 64 - P.recent)) slot = -1;
-            if (start > newest) slot = -1;
-        }
-        for (u32 todo = __ballot_sync(~0u, slot >= 0); todo; todo &= todo - 1) {
-            if (seen++ % WARPS != warp) continue;
+    // Pages [low, high), at most 32; whether the lowest and the highest of them are read exactly.
+    auto visit = [&](int low, int high, bool& lowest, bool& highest) {
+        Page mine;
+        if (low + lane < high) mine.look_up(P, b, low + lane, oldest, newest);
+        const u32 found = __ballot_sync(~0u, mine.id >= 0 && (mine.exact || mine.exact_for_all));
+        lowest = found & 1;
+        highest = high > low && found >> (high - low - 1) & 1;
+        for (u32 todo = found; todo; todo &= todo - 1) {
+            if (seen++ % P.exact_splits != part) continue;
             const int at = __ffs(todo) - 1;
-            const int from = __shfl_sync(~0u, start, at), n = __shfl_sync(~0u, rows, at);
-            const int unfinished = __shfl_sync(~0u, open, at);
-            const i64 base = ((i64)__shfl_sync(~0u, slot, at) * 2 * HKV + h) * 64 * D;
-            float x[2][NCOL];
+            const int from = __shfl_sync(~0u, mine.start, at), n = __shfl_sync(~0u, mine.rows, at);
+            const bool open = __shfl_sync(~0u, mine.tier_k, at) == 0;
+            const i64 base = ((i64)__shfl_sync(~0u, mine.slot, at) * 2 * HKV + h) * 64 * D;
+            const int row = 16 * warp + (lane >> 1);
+            float x[NCOL];
             #pragma unroll
-            for (int u = 0; u < 2; u++) {
-                #pragma unroll
-                for (int col = 0; col < NCOL; col++) x[u][col] = 0.f;
-                if (lane + 32 * u < n)
-                    for (int d = 0; d < D; d += 8) {
-                        float k[8];
-                        exact_8(P.exact, base + (i64)(lane + 32 * u) * D + d, k);
+            for (int col = 0; col < NCOL; col++) x[col] = 0.f;
+            if (row < n) {
+                #pragma unroll 4
+                for (int d = (lane & 1) * 8; d < D; d += 16) {
+                    float k[8];
+                    exact_8(P.exact, base + (i64)row * D + d, k);
+                    #pragma unroll
+                    for (int col = 0; col < NCOL; col++)
                         #pragma unroll
-                        for (int col = 0; col < NCOL; col++)
-                            #pragma unroll
-                            for (int e = 0; e < 8; e++) x[u][col] += q[col][d + e] * k[e];
-                    }
+                        for (int e = 0; e < 8; e++) x[col] = fmaf(q[col][d + e], k[e], x[col]);
+                }
             }
             #pragma unroll
             for (int col = 0; col < NCOL; col++) {
                 const int token = col / G, t = token < P.tokens ? oldest + token : -1;
-                const bool reads = unfinished || from < P.sink || from >= t / 64 * 64 - P.recent;
-                float top = NEVER;
+                const bool reads = open || from < P.sink || from >= t / 64 * 64 - P.recent;
+                float y = x[col] + __shfl_xor_sync(~0u, x[col], 1);
+#if CAPPED
+                y = capped(y, P.softcap);
+#endif
+                if (!reads || row >= n || from + row > t) y = NEVER;
+                float top = y;
                 #pragma unroll
-                for (int u = 0; u < 2; u++) {
-                    const int row = lane + 32 * u;
-                    x[u][col] = reads && row < n && from + row <= t ? capped(x[u][col], P.softcap) : NEVER;
-                    top = fmaxf(top, x[u][col]);
-                }
-                for (int w = 16; w; w >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
+                for (int z = 2; z < 32; z *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
                 const float now = fmaxf(m[col], top), keep = exp2_(m[col] - now);
                 m[col] = now;
                 l[col] *= keep;
                 #pragma unroll
                 for (int k = 0; k < PER; k++) o[col][k] *= keep;
-                #pragma unroll
-                for (int u = 0; u < 2; u++) {
-                    const float y = x[u][col] == NEVER ? 0.f : exp2_(x[u][col] - now);
-                    weights[warp][col][lane + 32 * u] = y;
-                    l[col] += y;
-                }
+                y = y == NEVER ? 0.f : exp2_(y - now);
+                if (lane & 1) weights[warp][col][lane >> 1] = y; else l[col] += y;
             }
             __syncwarp();
-            for (int token = 0; token < n; token++) {
+            #pragma unroll 4
+            for (int i = 0; i < 16; i++) {
+                if (16 * warp + i >= n) break;
                 float v[PER];
                 #pragma unroll
                 for (int k = 0; k < PER; k++)
-                    v[k] = lane + 32 * k < D ? exact_at(P.exact, base + (i64)HKV * 64 * D + token * D + lane + 32 * k) : 0.f;
+                    v[k] = lane + 32 * k < D ? exact_at(P.exact, base + (i64)(HKV * 64 + 16 * warp + i) * D + lane + 32 * k) : 0.f;
                 #pragma unroll
                 for (int col = 0; col < NCOL; col++)
                     #pragma unroll
-                    for (int k = 0; k < PER; k++) o[col][k] += weights[warp][col][token] * v[k];
+                    for (int k = 0; k < PER; k++) o[col][k] = fmaf(weights[warp][col][i], v[k], o[col][k]);
             }
             __syncwarp();
         }
+    };
+    // The windows are at both ends: from the first page on as far as pages are exact, then from the last one back.
+    const int n_pages = pages_of(P, b);
+    int low = 0, high = n_pages;
+    bool more = true, other;
+    while (more && low < n_pages) {
+        const int end = min(n_pages, low + 32);
+        visit(low, end, other, more);
+        low = end;
+    }
+    more = true;
+    while (more && high > low) {
+        const int start = max(low, high - 32);
+        visit(start, high, more, other);
+        high = start;
     }
     #pragma unroll
     for (int col = 0; col < NCOL; col++) {
         float mass = l[col];
-        for (int w = 16; w; w >>= 1) mass += __shfl_xor_sync(~0u, mass, w);
+        #pragma unroll
+        for (int z = 1; z < 32; z *= 2) mass += __shfl_xor_sync(~0u, mass, z);
         if (lane == 0) { S.m[warp][col] = m[col]; S.l[warp][col] = mass; }
         #pragma unroll
         for (int k = 0; k < PER; k++) if (lane + 32 * k < D) S.o[warp][col][lane + 32 * k] = o[col][k];
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(Params P) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(const __grid_constant__ Params P) {
     extern __shared__ uint4 shared[];
     Smem& S = *(Smem*)shared;
-    float (*weights)[NCOL][64] = (float (*)[NCOL][64])(&S + 1);
+    float (*weights)[NCOL][16] = (float (*)[NCOL][16])(&S + 1);
     float (*q)[D] = (float (*)[D])(weights + WARPS);
     const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
-    if (split < P.splits) attend_packed(P, S, (u8*)shared, split, h, b);
-    else attend_exact(P, S, weights, q, h, b);
+    const bool packed = split < P.splits;
+    if (packed) attend_packed(P, S, (u8*)shared, split, h, b);
+    else attend_exact(P, S, weights, q, split - P.splits, h, b);
     __syncthreads();
-    float* out = P.partial + (((i64)split * gridDim.z + b) * HKV + h) * NCOL * (D + 2);
+    float* out = P.partial + (((i64)split * gridDim.z + b) * HKV + h) * NCOL * PART;
     for (int i = threadIdx.x; i < NCOL * D; i += 32 * WARPS) {
         const int col = i / D, d = i % D;
         float top = NEVER, sum = 0.f;
+        #pragma unroll
         for (int w = 0; w < WARPS; w++) top = fmaxf(top, S.m[w][col]);
+        #pragma unroll
         for (int w = 0; w < WARPS; w++) sum += S.o[w][col][d] * exp2_(S.m[w][col] - top);
-        out[col * (D + 2) + d] = sum;
+        out[col * PART + d] = sum;
         if (d == 0) {
             float mass = 0.f;
+            #pragma unroll
             for (int w = 0; w < WARPS; w++) mass += S.l[w][col] * exp2_(S.m[w][col] - top);
-            out[col * (D + 2) + D] = top;
-            out[col * (D + 2) + D + 1] = mass;
+            out[col * PART + D] = top;
+            out[col * PART + D + 1] = mass;
+        }
+#if MEASURED
+        if (d < 3) {
+            float of = 0.f;
+            #pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const float share = exp2_(S.m[w][col] - top);
+                if (packed) of += S.spread[w][col][d] * (d ? share * share : share);
+            }
+            out[col * PART + D + 2 + d] = of;
+        }
+#endif
+    }
+}
+
+#define SLICES (D > 128 ? 2 : 4)
+#define WIDE ((D + 31) / 32 * 32)
+
+// q' = q q_forward, scaled, in the form that lamina_decode takes. One block a sequence and KV head; SLICES * WIDE threads.
+extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
+    const void* q, i64 stride_b, i64 stride_h, i64 stride_t, const float* q_forward, float scale, int tokens,
+    char* packed, float* meta, float* exact
+) {
+    const int h = blockIdx.x, b = blockIdx.y, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
+    __shared__ float x[NCOL][D], sums[SLICES][NCOL][D];
+    const i64 row0 = ((i64)b * HKV + h) * NCOL;
+    for (int i = threadIdx.x; i < NCOL * D; i += blockDim.x) {
+        const int col = i / D, token = col / G, head = h * G + col % G;
+        const float y = token < tokens ? exact_at(q, b * stride_b + head * stride_h + token * stride_t + i % D) * scale : 0.f;
+        x[col][i % D] = y;
+        exact[row0 * D + i] = y;
+    }
+    float y[NCOL];
+    #pragma unroll
+    for (int col = 0; col < NCOL; col++) y[col] = 0.f;
+    constexpr int EACH = D / SLICES;
+    const float* matrix = q_forward + ((i64)h * D + slice * EACH) * D + d;
+    float row[EACH < 32 ? EACH : 32];
+    constexpr int STEP = EACH < 32 ? EACH : EACH % 32 == 0 ? 32 : EACH % 16 == 0 ? 16 : 4;
+    for (int k0 = 0; k0 < EACH; k0 += STEP) {
+        #pragma unroll
+        for (int k = 0; k < STEP; k++) row[k] = d < D ? matrix[(k0 + k) * D] : 0.f;
+        if (k0 == 0) __syncthreads();
+        #pragma unroll
+        for (int k = 0; k < STEP; k++)
+            #pragma unroll
+            for (int col = 0; col < NCOL; col++) y[col] = fmaf(x[col][slice * EACH + k0 + k], row[k], y[col]);
+    }
+    if (d < D) {
+        #pragma unroll
+        for (int col = 0; col < NCOL; col++) sums[slice][col][d] = y[col];
+    }
+    __syncthreads();
+    // A warp a column.
+    for (int col = threadIdx.x / 32; col < NCOL; col += blockDim.x / 32) {
+        const int lane = threadIdx.x % 32;
+        float v[WIDE / 32], top = 0.f, square = 0.f;
+        #pragma unroll
+        for (int i = 0; i < WIDE / 32; i++) {
+            v[i] = 0.f;
+            if (lane + 32 * i < D)
+                #pragma unroll
+                for (int s = 0; s < SLICES; s++) v[i] += sums[s][col][lane + 32 * i];
+            top = fmaxf(top, fabsf(v[i]));
+            square = fmaf(v[i], v[i], square);
+        }
+        for (int z = 16; z; z >>= 1) {
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
+            square += __shfl_xor_sync(~0u, square, z);
+        }
+        const float unit = fmaxf(top, 1e-30f) / 32512.f;
+        // Codes are unsigned: their offset is taken off with the sum of what they are multiplied by, rounding included.
+        float sum = 0.f;
+        #pragma unroll
+        for (int i = 0; i < WIDE / 32; i++) {
+            const int at = lane + 32 * i, p = at / (D / 4);
+            const int n = __float2int_rn(v[i] / unit * (p & 1 ? 0.25f : 1.f));
+            if (at < D) {
+                const int high = (n + 128) >> 8;
+                packed[(2 * (row0 + col)) * D + at] = (char)high;
+                packed[(2 * (row0 + col) + 1) * D + at] = (char)(n - 256 * high);
+                sum += (float)(p & 1 ? 4 * n : n);
+            }
+        }
+        for (int z = 16; z; z >>= 1) sum += __shfl_xor_sync(~0u, sum, z);
+        if (lane == 0) {
+            float* to = meta + (row0 + col) * 4;
+            to[0] = unit;
+            to[1] = sum * unit;
+            to[2] = square * (LN2 / 2);  // |q'|^2 / 2 in natural units, times log2(e)
+            to[3] = square * (LN2 * LN2);
         }
     }
 }
 
-// q' = q q_forward, scaled, in the form that lamina_decode takes. One block a sequence, KV head and column.
-extern "C" __global__ void lamina_query(
-    const void* q, i64 stride_b, i64 stride_h, i64 stride_t, const float* q_forward, float scale, int tokens,
-    u16* packed, float* meta, float* exact
+// Merges the partial results, turns the packed part back into the engine's basis. One block a sequence, KV head and
+// column; SLICES * WIDE threads.
+extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
+    const float* partial, const float* v_forward, const float* mean_v, int splits, int exact_splits, int tokens, int batch,
+    void* out, float* lse_packed, float* lse, float* spread
 ) {
-    const int col = blockIdx.x, h = blockIdx.y, b = blockIdx.z, d = threadIdx.x;
-    __shared__ float x[D], most[32], sums[32], squares[32];
-    const i64 row = ((i64)b * HKV + h) * NCOL + col;
-    const int token = col / G, head = h * G + col % G;
+    const int h = blockIdx.x, b = blockIdx.y, col = blockIdx.z, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
+    extern __shared__ float weights[];  // [splits + exact_splits]
+    __shared__ float found[2][SLICES][D], packed[D], exact[D], tops[2], mass[2], of_spread[3];
+    const i64 stride = (i64)batch * HKV * NCOL * PART;
+    const float* from = partial + (((i64)b * HKV + h) * NCOL + col) * PART;
+    const int lane = threadIdx.x % 32, all_splits = splits + exact_splits;
+    // A warp for the packed part, one for the exact part: what each split counts for.
+    if (threadIdx.x < 64) {
+        const int kind = threadIdx.x / 32, first = kind ? splits : 0, last = kind ? all_splits : splits;
+        float top = NEVER, sum = 0.f, sums[3] = {0.f, 0.f, 0.f};
+        for (int s = first + lane; s < last; s += 32) top = fmaxf(top, from[s * stride + D]);
+        for (int z = 16; z; z >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
+        for (int s = first + lane; s < last; s += 32) {
+            const float w = exp2_(from[s * stride + D] - top);
+            weights[s] = w;
+            sum = fmaf(w, from[s * stride + D + 1], sum);
+#if MEASURED
+            for (int z = 0; z < 3; z++) sums[z] = fmaf(z ? w * w : w, from[s * stride + D + 2 + z], sums[z]);
+#endif
+        }
+        for (int z = 16; z; z >>= 1) {
+            sum += __shfl_xor_sync(~0u, sum, z);
+            for (int x = 0; x < 3; x++) sums[x] += __shfl_xor_sync(~0u, sums[x], z);
+        }
+        if (lane == 0) {
+            tops[kind] = top;
+            mass[kind] = sum;
+            if (kind == 0) for (int z = 0; z < 3; z++) of_spread[z] = sums[z];
+        }
+    }
+    __syncthreads();
     if (d < D) {
-        x[d] = token < tokens ? exact_at(q, b * stride_b + head * stride_h + token * stride_t + d) * scale : 0.f;
-        exact[row * D + d] = x[d];
+        float a = 0.f, e = 0.f;
+        #pragma unroll 8
+        for (int s = slice; s < splits; s += SLICES) a = fmaf(weights[s], from[s * stride + d], a);
+        #pragma unroll 2
+        for (int s = splits + slice; s < all_splits; s += SLICES) e = fmaf(weights[s], from[s * stride + d], e);
+        found[0][slice][d] = a;
+        found[1][slice][d] = e;
     }
     __syncthreads();
-    const float* matrix = q_forward + (i64)h * D * D + d;
-    float y = 0.f;
+    if (threadIdx.x < D) {
+        float a = 0.f, e = 0.f;
+        #pragma unroll
+        for (int s = 0; s < SLICES; s++) { a += found[0][s][d]; e += found[1][s][d]; }
+        packed[d] = a;
+        exact[d] = e;
+    }
+    __syncthreads();
+    // A warp a channel.
     #pragma unroll 8
-    for (int k = 0; k < D; k++) y += d < D ? x[k] * matrix[k * D] : 0.f;
-    float top = fabsf(y), square = y * y;
-    for (int w = 16; w; w >>= 1) {
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
-        square += __shfl_xor_sync(~0u, square, w);
+    for (int i = threadIdx.x / 32; i < D; i += SLICES * WIDE / 32) {
+        const float* matrix = v_forward + ((i64)h * D + i) * D;
+        float sum = 0.f;
+        #pragma unroll
+        for (int k = lane; k < D; k += 32) sum = fmaf(packed[k], matrix[k], sum);
+        #pragma unroll
+        for (int z = 16; z; z >>= 1) sum += __shfl_xor_sync(~0u, sum, z);
+        if (lane == 0) found[0][0][i] = sum;
     }
-    if (d % 32 == 0) { most[d / 32] = top; squares[d / 32] = square; }
     __syncthreads();
-    top = square = 0.f;
-    for (int w = 0; w < (D + 31) / 32; w++) { top = fmaxf(top, most[w]); square += squares[w]; }
-    // A power of two that brings the largest channel to between 2048 and 4096.
-    const u32 exponent = min(max(__float_as_uint(top) & 0x7f800000u, 0x08000000u), 0x77000000u);
-    const float up = as_float(0x7f000000u - exponent) * 2048.f, down = as_float(exponent) / 2048.f;
-    u16 half;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(y * up));
-    if (d < D) packed[row * D + d] = half;
-    // Codes are unsigned: their offset is taken off with the sum of what they are multiplied by, rounding included.
-    float sum;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(sum) : "h"(half));
-    sum *= down;
-    for (int w = 16; w; w >>= 1) sum += __shfl_xor_sync(~0u, sum, w);
-    if (d % 32 == 0) sums[d / 32] = sum;
-    __syncthreads();
-    sum = 0.f;
-    for (int w = 0; w < (D + 31) / 32; w++) sum += sums[w];
-    if (d == 0) {
-        meta[row * 4] = down;
-        meta[row * 4 + 1] = sum;
-        meta[row * 4 + 2] = square * 0.34657359027997264f;  // ln(2) / 2: |q'|^2 / 2 in natural units, times log2(e)
-    }
-}
-
-// Merges the partial results, turns the packed part back into the engine's basis. One block a sequence and KV head.
-extern "C" __global__ void lamina_merge(
-    const float* partial, const float* v_backward, const float* mean_v, int splits, int tokens, int batch,
-    void* out, float* lse_packed, float* lse
-) {
-    const int h = blockIdx.x, b = blockIdx.y, col = blockIdx.z, d = threadIdx.x;
-    __shared__ float packed[D];
-    const i64 stride = (i64)batch * HKV * NCOL * (D + 2), row = (((i64)b * HKV + h) * NCOL + col) * (D + 2);
-    float top = NEVER, mass = 0.f, value = 0.f;
-    for (int s = 0; s < splits; s++) top = fmaxf(top, partial[s * stride + row + D]);
-    for (int s = 0; s < splits; s++) {
-        const float w = exp2_(partial[s * stride + row + D] - top);
-        mass += w * partial[s * stride + row + D + 1];
-        value += w * partial[s * stride + row + d];
-    }
-    packed[d] = value;
-    __syncthreads();
-    float turned = mass * mean_v[h * D + d];
-    const float* matrix = v_backward + (i64)h * D * D + d;
-    #pragma unroll 8
-    for (int k = 0; k < D; k++) turned += packed[k] * matrix[k * D];
-    const float* exact = partial + splits * stride + row;
-    const float all = fmaxf(top, exact[D]), wp = exp2_(top - all), we = exp2_(exact[D] - all);
-    const float total = wp * mass + we * exact[D + 1];
+    if (threadIdx.x >= D) return;
+    const float turned = fmaf(mass[0], mean_v[h * D + d], found[0][0][d]);
+    const float all = fmaxf(tops[0], tops[1]), wp = exp2_(tops[0] - all), we = exp2_(tops[1] - all);
+    const float total = wp * mass[0] + we * mass[1];
     const float y = (wp * turned + we * exact[d]) / total;
     const int token = col / G, head = h * G + col % G;
     const i64 at = (((i64)b * tokens + token) * HKV * G + head) * D + d;
@@ -776,9 +933,12 @@ extern "C" __global__ void lamina_merge(
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(z) : "f"(y));
     ((u16*)out)[at] = z;
 #endif
+    const i64 i = ((i64)b * HKV * G + head) * tokens + token;
     if (d == 0) {
-        const i64 i = ((i64)b * HKV * G + head) * tokens + token;
-        lse_packed[i] = mass > 0.f ? (top + log2f(mass)) * 0.6931471805599453f : -__int_as_float(0x7f800000);
-        lse[i] = (all + log2f(total)) * 0.6931471805599453f;
+        lse_packed[i] = mass[0] > 0.f ? (tops[0] + log2f(mass[0])) * LN2 : -__int_as_float(0x7f800000);
+        lse[i] = (all + log2f(total)) * LN2;
     }
+#if MEASURED
+    if (d < 3) spread[3 * i + d] = of_spread[d] * (d ? wp / total * (wp / total) : wp / total);
+#endif
 }

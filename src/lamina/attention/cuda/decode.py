@@ -14,12 +14,19 @@ from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import PAGE_TOKENS
 from lamina.pages.view import StoreView
 
-WARPS, SLOTS, BLOCKS = 4, 4, 3
-"""Warps a block, slots of a warp's ring and blocks a multiprocessor, as in ``decode.cu``."""
+WARPS, SLOTS = 4, 4
+"""Warps a block and slots of a warp's ring, as in ``decode.cu``."""
 
-COLUMNS_PER_TILE = 8
-MOST_TILES = 2
+PAGES_AHEAD = 32
+"""Pages that a warp looks up at a time."""
+
+COLUMNS_PER_TILE = 4
+MOST_TILES = 4
 MOST_DIM = 256
+MOST_EXACT = 16
+"""Blocks that share the exact pages of a sequence and KV head."""
+MOST_WAVES = 4
+"""Times that the grid may fill the GPU, which evens out sequences of different lengths."""
 OLDEST = (8, 0)
 """Compute capability from which on the kernels run."""
 
@@ -31,8 +38,10 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (
             "q", "q_meta", "q_exact", "records", "slabs", "exact", "table", "page_ids", "lengths", "kappa", "partial"
         )),
-        *((name, ctypes.c_int) for name in ("width", "splits", "tokens", "sink", "recent")),
+        *((name, ctypes.c_int) for name in ("width", "splits", "exact_splits", "tokens", "sink", "recent")),
         ("softcap", ctypes.c_float),
+        ("variance", ctypes.c_float * 6),
+        ("along", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -47,12 +56,15 @@ class Geometry:
     centered: bool
     capped: bool
     kind: int
+    measured: bool
 
     def defines(self) -> dict[str, int]:
         """Macros."""
-        names = ("D", "G", "NT", "HKV", "CENTERED", "CAPPED", "KIND")
-        values = (self.head_dim, self.group, self.tiles, self.n_kv_heads, self.centered, self.capped, self.kind)
-        return dict(zip(names, map(int, values)))
+        values = {
+            "D": self.head_dim, "G": self.group, "NT": self.tiles, "HKV": self.n_kv_heads, "CENTERED": self.centered,
+            "CAPPED": self.capped, "KIND": self.kind, "MEASURED": self.measured,
+        }  # fmt: skip
+        return {name: int(value) for name, value in values.items()}
 
     @property
     def columns(self) -> int:
@@ -62,9 +74,28 @@ class Geometry:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: the warps' rings, or what the merge and exact rows take."""
-        ring = WARPS * SLOTS * (17 * self.head_dim + 512)
-        merge = self.columns * (WARPS * (self.head_dim + 2) + WARPS * PAGE_TOKENS + self.head_dim)
+        entry = 48 + 4 * self.columns
+        ring = WARPS * (SLOTS * (16 * self.head_dim + 512) + PAGES_AHEAD * entry)
+        merge = self.columns * (WARPS * (self.head_dim + 5) + WARPS * PAGE_TOKENS // 4 + self.head_dim)
         return max(ring, 4 * merge)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a multiprocessor holds, as in ``decode.cu``."""
+        work = self.tiles * -(-self.head_dim // 128)
+        return 2 if work > 2 else 3 if work > 1 else 4
+
+    @property
+    def row_threads(self) -> int:
+        """Threads that prepare a query or merge a result."""
+        return (2 if self.head_dim > 128 else 4) * (-(-self.head_dim // 32) * 32)
+
+    def splits(self, rows: int, pages: int, processors: int) -> int:
+        """Shares of a sequence's pages: as few as leave little of the GPU idle with ``rows`` blocks a share."""
+        slots = processors * self.blocks
+        most = max(1, min(-(-pages // (2 * WARPS)), MOST_WAVES * slots // rows))
+        shares = [n * rows / (-(-n * rows // slots) * slots) for n in range(1, most + 1)]
+        return 1 + next(i for i, share in enumerate(shares) if share >= 0.9 * max(shares))
 
 
 def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
@@ -109,39 +140,46 @@ def attend_cuda(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int |
         Shares that the pages of a sequence are cut into; chosen to fill the GPU unless told.
     """
     batch, n_q, tokens, dim = q_bhtd.shape
-    n_kv, device, width = view.layout.n_heads, q_bhtd.device, view.page_ids.shape[1]
+    n_kv, device, width, window = view.layout.n_heads, q_bhtd.device, view.page_ids.shape[1], view.window
     group = n_q // n_kv
     tiles = -(-group * tokens // COLUMNS_PER_TILE)
-    geometry = Geometry(dim, group, tiles, n_kv, view.layout.centered, basis.softcap != 0, KINDS[view.exact.dtype])
+    rows = basis.rows
+    geometry = Geometry(
+        dim, group, tiles, n_kv, view.layout.centered, basis.softcap != 0, KINDS[view.exact.dtype], rows is not None
+    )  # fmt: skip
     kernels, columns = _module(geometry, device), geometry.columns
     if splits is None:
-        splits = max(1, min(_processors(device) * BLOCKS // (batch * n_kv), -(-width // (2 * WARPS))))
+        splits = geometry.splits(batch * n_kv, width, _processors(device))
+    exact_splits = min(MOST_EXACT, -(-(window.sink + window.recent) // PAGE_TOKENS) + 1)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    packed = empty(batch, n_kv, columns, dim, dtype=torch.float16)
+    packed = empty(batch, n_kv, 2 * columns, dim, dtype=torch.int8)
     meta, exact = empty(batch, n_kv, columns, 4), empty(batch, n_kv, columns, dim)
-    partial = empty(splits + 1, batch, n_kv, columns, dim + 2)
+    partial = empty(splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
     out = empty(batch, tokens, n_q, dim, dtype=q_bhtd.dtype)
     lse_packed, lse = empty(2, batch, n_q, tokens)
+    spread = empty(batch, n_q, tokens, 3) if rows is not None else None
     q_bhtd = q_bhtd if q_bhtd.stride(-1) == 1 else q_bhtd.contiguous()
     strides = (ctypes.c_longlong(x) for x in q_bhtd.stride()[:3])
     log2e = math.log2(math.e)
     kernels.launch(
-        "lamina_query", (columns, n_kv, batch), -(-dim // 32) * 32, q_bhtd, *strides, basis.q_forward,
+        "lamina_query", (n_kv, batch, 1), geometry.row_threads, q_bhtd, *strides, basis.q_forward,
         basis.scaling * log2e, tokens, packed, meta, exact,
     )  # fmt: skip
     table, page_ids, lengths = (t.to(device) for t in (view.table, view.page_ids, view.lengths))
     held = (packed, meta, exact, view.records, view.slabs, view.exact, table, page_ids, lengths, basis.kappa, partial)
+    variance = (0.0,) * 6 if rows is None else (*rows.variance[0], *rows.variance[1])
     params = _Params(
-        *(t.data_ptr() for t in held), width, splits, tokens, view.window.sink, view.window.recent,
-        basis.softcap * log2e,
+        *(t.data_ptr() for t in held), width, splits, exact_splits, tokens, window.sink, window.recent,
+        basis.softcap * log2e, (ctypes.c_float * 6)(*variance), 1 / dim if rows is not None and rows.aligned else 0.0,
     )  # fmt: skip
-    grid = (splits + 1, n_kv, batch)
+    grid = (splits + exact_splits, n_kv, batch)
     kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes)
     kernels.launch(
-        "lamina_merge", (n_kv, batch, group * tokens), dim, partial, basis.v_forward.mT.contiguous(), basis.mean_v,
-        splits, tokens, batch, out, lse_packed, lse,
+        "lamina_merge", (n_kv, batch, group * tokens), geometry.row_threads, partial, basis.v_forward, basis.mean_v,
+        splits, exact_splits, tokens, batch, out, lse_packed, lse, lse if spread is None else spread,
+        shared=4 * (splits + exact_splits),
     )  # fmt: skip
-    return AttentionOutput(out, lse_packed, lse)
+    return AttentionOutput(out, lse_packed, lse, spread)

@@ -74,7 +74,7 @@ class Module:
         if name not in self.functions:
             found = ctypes.c_void_p()
             _check(_driver().cuModuleGetFunction(ctypes.byref(found), self.module, name.encode()), name)
-            if shared:
+            if shared > 48 * 1024:
                 _check(_driver().cuFuncSetAttribute(found, MOST_DYNAMIC_SHARED, shared), name)
             self.functions[name] = found
         values = [_argument(x) for x in arguments]
