@@ -37,6 +37,8 @@ typedef long long i64;
 #define RECORD_BYTES ((CENTER_SCALE_AT + (CENTERED ? 2 * HKV : 0) + 15) / 16 * 16)
 #define LN2 0.69314718056f
 
+template <int N> struct Int { static constexpr int value = N; };
+
 struct Params {
     const u8* q;             // int8 [B, HKV, 2 NCOL, D]: high and low bytes of q' * scaling * log2(e) in units, times
                              // 1/4 for channels of odd planes
@@ -132,7 +134,7 @@ struct KRows { u32 w[8][KW]; };
 __device__ __forceinline__ void read_k(KRows& x, const u8* slot, int r, int c) {
     #pragma unroll
     for (int e = 0; e < 8; e++) {
-        const u32* row = (const u32*)(slot + k_place(8 * r + e) * ROW) + c * KW;
+        const u32* row = (const u32*)(slot + (SORTED ? 8 * e + r : 8 * r + e) * ROW) + c * KW;  // k_place(8r + e)
         if (NW == 4 * KW && KW == 2) { uint2 y = *(const uint2*)row; x.w[e][0] = y.x; x.w[e][KW - 1] = y.y; }
         else {
             #pragma unroll
@@ -187,8 +189,8 @@ __device__ __forceinline__ void read_v(VRows& x, const u8* slot, int r, int c) {
             u32 w[4];
             #pragma unroll
             for (int t = 0; t < 4; t++) {
-                const int token = 16 * c + 2 * i + (t & 1) + 8 * (t >> 1);
-                const u32* row = (const u32*)(slot + v_place(token) * ROW) + r * VW;
+                const int token = 2 * i + (t & 1) + 8 * (t >> 1);
+                const u32* row = (const u32*)(slot + (SORTED ? 4 * token + c : 16 * c + token) * ROW) + r * VW;  // v_place
                 w[t] = r * VW + k < NW ? row[k] : 0;
             }
             const u32 s = __byte_perm(w[0], w[1], 0x5140), t = __byte_perm(w[0], w[1], 0x7362);
@@ -263,6 +265,7 @@ struct Entry {
     int finer[8];
     float center[NCOL];
 };
+#define KIND_OF(NK, NV, K, V) (64 | (NK) << 8 | (NV) << 12 | (K) << 16 | (V) << 20)
 // Pages of a sequence: as many as its length tells, or more where pages were cut.
 __device__ __forceinline__ int pages_of(const Params& P, int b) {
     int n = min(P.width, (P.lengths[b] + 63) / 64);
@@ -275,103 +278,74 @@ struct Smem {
     float o[WARPS][NCOL][D];
 };
 
-__device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, int h, int b) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, c = lane & 3;
-    u8* ring = rings + warp * (SLOTS * SLOT + 32 * sizeof(Entry));
-    Entry* entries = (Entry*)(ring + SLOTS * SLOT);
-    const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
-    const i64 row0 = ((i64)b * HKV + h) * NCOL;
+// A warp at work on the pages of one sequence and KV head; a thread has column 4n + c of every tile n.
+struct Reader {
+    const Params& P;
+    u8* ring;
+    Entry* entries;
+    const int h, lane, r, c, oldest;
+    u32 ring_at;
+    int place_k, place_v, place_header;
+    i64 head;
     u32 bq[NT][KW][4];
     float unit[NT], total[NT], energy[NT], m[NT], l[NT], off[NT];
+    int position[NT];
+    Out o;
 #if MEASURED
     float norm[NT], spread[NT][3];
 #endif
-    int position[NT];
-    const int length = P.lengths[b], newest = length - 1, oldest = length - P.tokens;
-    const int n_pages = pages_of(P, b);
-    const int first = (int)((i64)n_pages * split / P.splits), last = (int)((i64)n_pages * (split + 1) / P.splits);
-    #pragma unroll
-    for (int n = 0; n < NT; n++) {
-        const u8* q = P.q + (2 * row0 + 8 * n + r) * D;
-        #pragma unroll
-        for (int k = 0; k < KW; k++)
-            #pragma unroll
-            for (int p = 0; p < 4; p++) bq[n][k][p] = c * KW + k < NW ? *(const u32*)(q + p * (D / 4) + 4 * (c * KW + k)) : 0;
-        const float4 meta = *(const float4*)(P.q_meta + (row0 + 4 * n + c) * 4);
-        unit[n] = meta.x; total[n] = meta.y; energy[n] = meta.z;
-        m[n] = NEVER; l[n] = off[n] = 0.f;
-#if MEASURED
-        norm[n] = meta.w; spread[n][0] = spread[n][1] = spread[n][2] = 0.f;
-#endif
-        const int token = (4 * n + c) / G;
-        position[n] = token < P.tokens ? length - P.tokens + token : newest;
-    }
-    Out o;
-    #pragma unroll
-    for (int n = 0; n < NT; n++)
-        #pragma unroll
-        for (int k = 0; k < VW; k++)
-            #pragma unroll
-            for (int j = 0; j < 4; j++)
-                #pragma unroll
-                for (int p = 0; p < 4; p++) o[n][k][j][p] = 0.f;
-    const float kappa_2 = P.kappa[h * 9];
-    const u32 zero = (u32)P.width >> 31;
 
-    const int place_k = slab_place<false>(lane), place_v = slab_place<true>(lane);
-    const int place_header = (lane < 16 ? SCALE_AT : MID_AT) + ((lane >> 3 & 1) * HKV + h) * 128 + (lane & 7) * 16 - lane * 16;
-    const i64 head = h * 16 * D + lane * 16;
-    // Pages that some query of this call reads packed, dealt out to splits and warps.
-    for (int j0 = first + warp; j0 < last; j0 += WARPS * 32) {
-        // What the table says of this warp's next 32 pages, one a lane.
-        Page mine;
-        if (j0 + WARPS * lane < last) mine.look_up(P, b, j0 + WARPS * lane, oldest, newest);
-        if (mine.exact && mine.exact_for_all) mine.id = -1;
-        const u32 found = __ballot_sync(~0u, mine.id >= 0);
-        const int count = __popc(found), rank = __popc(found & ((1u << lane) - 1));
-        if (mine.id >= 0) {
-            Entry& to = entries[rank];
-            const int nk = 1 + (mine.finer[0] >= 0) + 2 * (mine.finer[2] >= 0), nv = 1 + (mine.finer[3] >= 0) + 2 * (mine.finer[5] >= 0);
-            to.page = make_int4(mine.id, mine.start, mine.rows | nk << 8 | nv << 12 | mine.tier_k << 16 | mine.tier_v << 20 | (mine.slot >= 0) << 24, 0);
+    __device__ __forceinline__ Reader(const Params& P, u8* ring, int h, int b, int lane)
+        : P(P), ring(ring), entries((Entry*)(ring + SLOTS * SLOT)), h(h), lane(lane), r(lane >> 2), c(lane & 3),
+          oldest(P.lengths[b] - P.tokens), ring_at((u32)__cvta_generic_to_shared(ring)), place_k(slab_place<false>(lane)),
+          place_v(slab_place<true>(lane)), head(h * 16 * D + lane * 16) {
+        place_header = (lane < 16 ? SCALE_AT : MID_AT) + ((lane >> 3 & 1) * HKV + h) * 128 + (lane & 7) * 16 - lane * 16 - h * 16 * D;
+        const i64 row0 = ((i64)b * HKV + h) * NCOL;
+        #pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const u8* q = P.q + (2 * row0 + 8 * n + r) * D;
             #pragma unroll
-            for (int i = 0; i < 6; i++) to.finer[i] = mine.finer[i];
+            for (int k = 0; k < KW; k++)
+                #pragma unroll
+                for (int p = 0; p < 4; p++) bq[n][k][p] = c * KW + k < NW ? *(const u32*)(q + p * (D / 4) + 4 * (c * KW + k)) : 0;
+            const float4 meta = *(const float4*)(P.q_meta + (row0 + 4 * n + c) * 4);
+            unit[n] = meta.x; total[n] = meta.y; energy[n] = meta.z;
+            m[n] = NEVER; l[n] = off[n] = 0.f;
+#if MEASURED
+            norm[n] = meta.w; spread[n][0] = spread[n][1] = spread[n][2] = 0.f;
+#endif
+            const int token = (4 * n + c) / G;
+            position[n] = oldest + (token < P.tokens ? token : P.tokens - 1);
+            #pragma unroll
+            for (int k = 0; k < VW; k++)
+                #pragma unroll
+                for (int j = 0; j < 4; j++)
+                    #pragma unroll
+                    for (int p = 0; p < 4; p++) o[n][k][j][p] = 0.f;
         }
+    }
+
+    // Sends for slab z of a page's K or V into a slot.
+    template <bool V>
+    __device__ __forceinline__ void fetch(const Entry& e, int z, int slot) const {
+        const u32 to = ring_at + slot * SLOT;
+        const u8* from = head + (z == 0 ? P.records + (i64)e.page.x * RECORD_BYTES + (V ? SLAB_BYTES : 0)
+                                        : P.slabs + (i64)e.finer[V ? 2 + z : z - 1] * SLAB_BYTES);
+        if (V) copy_slab<true>(to + place_v, from, lane);
+        else {
+            copy_slab<false>(to + place_k, from, lane);
+            if (z == 0) copy_16<16 * D>(to + lane * 16, from + place_header);
+        }
+    }
+    static __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+    static __device__ __forceinline__ void wait() {
+        asm volatile("cp.async.wait_group %0;" :: "n"(SLOTS - 2) : "memory");
         __syncwarp();
-        // What a warp will read next: the planes of K, then those of V, of one page after the other.
-        int ahead = 0, next = 0, fill = 0, slot = 0;
-        auto issue = [&]() {
-            if (ahead < count) {
-                const Entry& e = entries[ahead];
-                const int nk = e.page.z >> 8 & 15, all = nk + (e.page.z >> 12 & 15);
-                const bool v = next >= nk;
-                const int z = v ? next - nk : next;
-                const u32 to = ring_at + fill * SLOT;
-                const u8* from = z == 0 ? P.records + (i64)e.page.x * RECORD_BYTES + (v ? SLAB_BYTES : 0)
-                                        : P.slabs + (i64)e.finer[v ? 2 + z : z - 1] * SLAB_BYTES;
-                from += head;
-                if (v) copy_slab<true>(to + place_v, from, lane);
-                else {
-                    copy_slab<false>(to + place_k, from, lane);
-                    if (z == 0) copy_16<16 * D>(to + lane * 16, from - h * 16 * D + place_header);
-                }
-                if (++next == all) { next = 0; ahead++; }
-            }
-            asm volatile("cp.async.commit_group;");
-            fill = fill + 1 == SLOTS ? 0 : fill + 1;
-        };
-        // The next slab is there; one more is sent for.
-        auto arrived = [&]() -> const u8* {
-            asm volatile("cp.async.wait_group %0;" :: "n"(SLOTS - 2) : "memory");
-            __syncwarp();
-            issue();
-            const u8* here = ring + slot * SLOT;
-            slot = slot + 1 == SLOTS ? 0 : slot + 1;
-            return here;
-        };
-        #pragma unroll 1
-        for (int i = 0; i < SLOTS - 1; i++) issue();
-#if CENTERED
-        // Centers of 16 pages at a time times queries, odd planes first as queries carry 1/4: page r (+ 8) in the rows.
+    }
+
+    // Centers of 16 pages at a time times queries, odd planes first as queries carry 1/4: page r (+ 8) in the rows.
+    __device__ __forceinline__ void centers(int count) {
+        const u32 zero = (u32)P.width >> 31;
         for (int g = 0; g < count; g += 16) {
             int sum[NT][2] = {};
             const u8* from[2];
@@ -408,172 +382,290 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
                     if (g + 8 * s + r < count) entries[g + 8 * s + r].center[4 * n + c] = scale * unit[n] * (float)sum[n][s];
             }
         }
-        __syncwarp();
+    }
+
+    // The page's numbers, from the slot of its first slab; and the largest step of V: steps are ordered as their bits are.
+    struct Header { uint4 k_scales, v_scales, k_mids, v_mids; };
+    __device__ __forceinline__ Header header_of(const u8* here) const {
+        const uint4* x = (const uint4*)(here + 16 * D + 16 * r);
+        return Header{x[0], x[8], x[16], x[24]};
+    }
+    static __device__ __forceinline__ float most_of(const uint4& v_scales) {
+        const u32 pairs = __vmaxu2(__vmaxu2(v_scales.x, v_scales.y), __vmaxu2(v_scales.z, v_scales.w));
+        return fmaxf(max_rows(scale16(max(pairs & 0xffffu, pairs >> 16))), 1e-30f);
+    }
+
+    // What is known of a page's codes beyond their bits.
+    struct Reading { float gain_k, gain_v, half_k, half_v, noise, variance_k, variance_v; };
+
+    // Products of a page -> weights for its V, their factors, and the running softmax.
+    template <bool ALL>
+    __device__ __forceinline__ void softmax(
+        const int (&acc)[NT][4][4], const Header& x, const Reading& y, const Entry& e, float most, u32 (&w)[NT][4], float (&factor)[NT]
+    ) {
+        const float up = __fdividef(65280.f, most);
+        float keep[NT];
+        bool higher = false;
+        #pragma unroll
+        for (int n = 0; n < NT; n++) {
+            // Everything that a step multiplies carries the gain.
+            const float one = unit[n] * y.gain_k, middle = y.half_k * total[n] * y.gain_k, loss = y.noise * energy[n] * y.gain_k * y.gain_k;
+            const float of_center = CENTERED ? e.center[4 * n + c] : 0.f;
+            float s[8];
+#if MEASURED
+            float errs[8];
 #endif
-        #pragma unroll 1
-        for (int at = 0; at < count; at++) {
-            const int4 page = entries[at].page;
-            const int kind = page.z, from = page.y, n_rows = kind & 255, nk = kind >> 8 & 15, nv = kind >> 12 & 15;
-            const int bits_k = kind >> 16 & 15, bits_v = kind >> 20 & 15;
-            const u8* here = arrived();
-            KRows x;
-            read_k(x, here, r, c);
-            int acc[NT][4][4] = {};
-            dot_k(acc, x, bq);
-            const u8* header = here + 16 * D + 16 * r;
-            const uint4 k_scales = *(const uint4*)header, v_scales = *(const uint4*)(header + 128);
-            const uint4 k_mids = *(const uint4*)(header + 256), v_mids = *(const uint4*)(header + 384);
-            float gain_k = 1.f, gain_v = 1.f, half_k = 1.5f, half_v = 1.5f, noise = kappa_2;
-            if (kind >> 8 != (0x2211 | kind >> 24 << 16)) {
-                const int read_k_ = nk == 1 ? 2 : nk == 2 ? 4 : 8, read_v_ = nv == 1 ? 2 : nv == 2 ? 4 : 8;
-                const u8* gains = P.records + (i64)page.x * RECORD_BYTES + GAIN_AT + 4 * h;
-                if (read_k_ != bits_k) gain_k = scale16(*(const u16*)(gains + 2 * index_of(read_k_))) * (float)(1 << (bits_k - read_k_));
-                if (read_v_ != bits_v) gain_v = scale16(*(const u16*)(gains + 4 * HKV + 2 * index_of(read_v_))) * (float)(1 << (bits_v - read_v_));
-                half_k = 0.5f * (float)((1 << read_k_) - 1);
-                half_v = 0.5f * (float)((1 << read_v_) - 1);
-                noise = P.kappa[h * 9 + 3 * index_of(bits_k) + index_of(read_k_)];
-                if (nk >= 2) {
-                    read_k(x, arrived(), r, c);
-                    quadruple(acc);
-                    dot_k(acc, x, bq);
-                }
-                if (nk == 4) {
-                    read_k(x, arrived(), r, c);
-                    quadruple(acc);
-                    dot_k_nibbles<1>(acc, x, bq, zero);
-                    read_k(x, arrived(), r, c);
-                    quadruple(acc);
-                    dot_k_nibbles<0>(acc, x, bq, zero);
-                }
-            }
-            const bool all = n_rows == 64 && from + 63 <= oldest && !(kind >> 24);
-            // The largest step of V, for the weights' scale; steps are ordered as their bits are.
-            const u32 pairs = __vmaxu2(__vmaxu2(v_scales.x, v_scales.y), __vmaxu2(v_scales.z, v_scales.w));
-            const float most = fmaxf(max_rows(scale16(max(pairs & 0xffffu, pairs >> 16))), 1e-30f), up = __fdividef(65280.f, most);
-            u32 w[NT][4];
-            float factor[NT], keep[NT];
-            bool higher = false;
             #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                float s[8], top = NEVER;
+            for (int i = 0; i < 8; i++) {
+                const float step = scale_of(x.k_scales, i), dot = fmaf(one, (float)whole(acc[n][i >> 1], i & 1), -middle);
 #if MEASURED
-                float errs[8];
+                const float along = LN2 * fmaf(step, dot, mid_of(x.k_mids, i) * total[n]);
+                errs[i] = fmaxf(y.variance_k * step * step * norm[n] - along * along * P.along, 0.f);
 #endif
-                const float of_center = CENTERED ? entries[at].center[4 * n + c] : 0.f;
-                // Everything that a step multiplies carries the gain.
-                const float one = unit[n] * gain_k, middle = half_k * total[n] * gain_k, loss = noise * energy[n] * gain_k * gain_k;
-                #pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    const float step = scale_of(k_scales, e), dot = fmaf(one, (float)whole(acc[n][e >> 1], e & 1), -middle);
-#if MEASURED
-                    const float along = LN2 * fmaf(step, dot, mid_of(k_mids, e) * total[n]);
-                    errs[e] = fmaxf(P.variance[index_of(bits_k)] * step * step * norm[n] - along * along * P.along, 0.f);
-#endif
-                    s[e] = fmaf(step, fmaf(-loss, step, dot), fmaf(mid_of(k_mids, e), total[n], of_center));
+                s[i] = fmaf(step, fmaf(-loss, step, dot), fmaf(mid_of(x.k_mids, i), total[n], of_center));
 #if CAPPED
-                    s[e] = capped(s[e], P.softcap);
+                s[i] = capped(s[i], P.softcap);
 #if MEASURED
-                    const float slope = 1.f - s[e] * s[e] / (P.softcap * P.softcap);
-                    errs[e] *= slope * slope;
+                const float slope = 1.f - s[i] * s[i] / (P.softcap * P.softcap);
+                errs[i] *= slope * slope;
 #endif
-#endif
-                }
-                if (!all) {
-                    const int t = position[n];
-                    const bool exact = kind >> 24 && (from < P.sink || from >= t / 64 * 64 - P.recent);
-                    #pragma unroll
-                    for (int e = 0; e < 8; e++)
-                        if (8 * r + e >= n_rows || from + 8 * r + e > t || exact) s[e] = NEVER;
-                }
-                #pragma unroll
-                for (int e = 0; e < 8; e++) top = fmaxf(top, s[e]);
-                top = max_rows(top);
-                const float now = fmaxf(m[n], top);
-                higher = higher || now > m[n];
-                keep[n] = exp2_(m[n] - now);
-                m[n] = now;
-                // Weights are relative to the page's maximum; a page of which nothing is seen counts for nothing.
-                const float share = top == NEVER ? 0.f : exp2_(top - now);
-                top = fmaxf(top, 0.1f * NEVER);
-                float mass = 0.f, offset = 0.f, stepped = 0.f;
-#if MEASURED
-                float sums[3] = {0.f, 0.f, 0.f};
-#endif
-                u32 q[8];
-                #pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    const float y = exp2_(s[e] - top), z = y * scale_of(v_scales, e);
-                    mass += y;
-                    offset = fmaf(y, mid_of(v_mids, e), offset);
-                    stepped += z;
-                    // The integer is in the low bits of the sum.
-                    q[e] = __float_as_uint(fmaf(z, up, 8388608.f));
-#if MEASURED
-                    sums[0] = fmaf(y, errs[e], sums[0]);
-                    sums[1] = fmaf(y * y, errs[e], sums[1]);
-                    sums[2] = fmaf(z * z, P.variance[3 + index_of(bits_v)], sums[2]);
-#endif
-                }
-                #pragma unroll
-                for (int i = 0; i < 4; i++) w[n][i] = transposed(__byte_perm(q[2 * i], q[2 * i + 1], 0x4051));
-                l[n] = fmaf(l[n], keep[n], share * mass);
-                off[n] = fmaf(off[n], keep[n], share * fmaf(-half_v * gain_v, stepped, offset));
-                factor[n] = share * most * gain_v * (1.f / 65280.f);
-#if MEASURED
-                #pragma unroll
-                for (int z = 0; z < 3; z++)
-                    spread[n][z] = fmaf(spread[n][z], z ? keep[n] * keep[n] : keep[n], sums[z] * (z ? share * share : share));
 #endif
             }
-            if (__any_sync(~0u, higher)) {
+            if (!ALL) {
+                const int from = e.page.y, kind = e.page.z, t = position[n];
+                const bool exact = kind >> 24 && (from < P.sink || from >= t / 64 * 64 - P.recent);
                 #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    #pragma unroll
-                    for (int k = 0; k < VW; k++)
-                        #pragma unroll
-                        for (int j = 0; j < 4; j++)
-                            #pragma unroll
-                            for (int p = 0; p < 4; p++) o[n][k][j][p] *= keep[n];
+                for (int i = 0; i < 8; i++)
+                    if (8 * r + i >= (kind & 255) || from + 8 * r + i > t || exact) s[i] = NEVER;
             }
-            VRows v;
-            read_v(v, arrived(), r, c);
-            if (nv == 1) {
-                dot_v(o, v, w, factor);
-            } else {
-                float by[NT];
-                #pragma unroll
-                for (int n = 0; n < NT; n++) by[n] = factor[n] * (nv == 4 ? 64.f : 4.f);
-                dot_v(o, v, w, by);
-                #pragma unroll
-                for (int n = 0; n < NT; n++) by[n] = factor[n] * (nv == 4 ? 16.f : 1.f);
-                read_v(v, arrived(), r, c);
-                dot_v(o, v, w, by);
-                if (nv == 4) {
-                    // Nibbles of planes 1 and 3 come out four times too small beside pairs, whose bits are at 2p.
-                    #pragma unroll
-                    for (int n = 0; n < NT; n++) by[n] = factor[n] * 4.f;
-                    read_v(v, arrived(), r, c);
-                    dot_v_nibbles<1>(o, v, w, by);
-                    read_v(v, arrived(), r, c);
-                    dot_v_nibbles<0>(o, v, w, factor);
-                }
+            float top = NEVER;
+            #pragma unroll
+            for (int i = 0; i < 8; i++) top = fmaxf(top, s[i]);
+            top = max_rows(top);
+            const float now = fmaxf(m[n], top);
+            higher = higher || now > m[n];
+            keep[n] = exp2_(m[n] - now);
+            m[n] = now;
+            // Weights are relative to the page's maximum; a page of which nothing is seen counts for nothing.
+            const float share = !ALL && top == NEVER ? 0.f : exp2_(top - now);
+            if (!ALL) top = fmaxf(top, 0.1f * NEVER);
+            float mass = 0.f, offset = 0.f, stepped = 0.f;
+#if MEASURED
+            float sums[3] = {0.f, 0.f, 0.f};
+#endif
+            u32 q[8];
+            #pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const float p = exp2_(s[i] - top), z = p * scale_of(x.v_scales, i);
+                mass += p;
+                offset = fmaf(p, mid_of(x.v_mids, i), offset);
+                stepped += z;
+                // The integer is in the low bits of the sum.
+                q[i] = __float_as_uint(fmaf(z, up, 8388608.f));
+#if MEASURED
+                sums[0] = fmaf(p, errs[i], sums[0]);
+                sums[1] = fmaf(p * p, errs[i], sums[1]);
+                sums[2] = fmaf(z * z, y.variance_v, sums[2]);
+#endif
             }
+            #pragma unroll
+            for (int i = 0; i < 4; i++) w[n][i] = transposed(__byte_perm(q[2 * i], q[2 * i + 1], 0x4051));
+            l[n] = fmaf(l[n], keep[n], share * mass);
+            off[n] = fmaf(off[n], keep[n], share * fmaf(-y.half_v * y.gain_v, stepped, offset));
+            factor[n] = share * most * y.gain_v * (1.f / 65280.f);
+#if MEASURED
+            #pragma unroll
+            for (int z = 0; z < 3; z++)
+                spread[n][z] = fmaf(spread[n][z], z ? keep[n] * keep[n] : keep[n], sums[z] * (z ? share * share : share));
+#endif
         }
-        asm volatile("cp.async.wait_all;");
+        if (__any_sync(~0u, higher)) {
+            #pragma unroll
+            for (int n = 0; n < NT; n++)
+                #pragma unroll
+                for (int k = 0; k < VW; k++)
+                    #pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        #pragma unroll
+                        for (int p = 0; p < 4; p++) o[n][k][j][p] *= keep[n];
+        }
+    }
+    __device__ __forceinline__ void scaled(float (&to)[NT], const float (&factor)[NT], float by) const {
+        #pragma unroll
+        for (int n = 0; n < NT; n++) to[n] = factor[n] * by;
+    }
+
+    // Pages [low, high) that have NK and NV planes, are read as they were encoded, whole and by all query tokens.
+    template <int NK, int NV>
+    __device__ __forceinline__ void run(int low, int high) {
+        constexpr int ALL = NK + NV, K = NK == 1 ? 2 : 2 * NK, V = NV == 1 ? 2 : 2 * NV, IK = K == 2 ? 0 : K == 4 ? 1 : 2, IV = V == 2 ? 0 : V == 4 ? 1 : 2;
+        const Reading reading{1.f, 1.f, 0.5f * ((1 << K) - 1), 0.5f * ((1 << V) - 1), P.kappa[h * 9 + 4 * IK], P.variance[IK], P.variance[3 + IV]};
+        int base = 0, at = low;
+        // Slab J of the pages from ``at`` on, a slab that the compiler knows.
+        auto send = [&](auto J) {
+            constexpr int j = decltype(J)::value;
+            const int page = at + j / ALL;
+            if (page < high) fetch<(j % ALL >= NK)>(entries[page], j % ALL < NK ? j % ALL : j % ALL - NK, ALL % 4 ? (base + j) % SLOTS : j % SLOTS);
+            commit();
+        };
+        auto arrived = [&](auto J) -> const u8* {
+            constexpr int j = decltype(J)::value;
+            wait();
+            send(Int<j + SLOTS - 1>());
+            return ring + (ALL % 4 ? (base + j) % SLOTS : j % SLOTS) * SLOT;
+        };
+        send(Int<0>()); send(Int<1>()); send(Int<2>());
+        #pragma unroll 1
+        for (; at < high; at++) {
+            const u8* here = arrived(Int<0>());
+            const Header x = header_of(here);
+            const float most = most_of(x.v_scales);
+            int acc[NT][4][4] = {};
+            {
+                KRows k;
+                read_k(k, here, r, c);
+                dot_k(acc, k, bq);
+                if constexpr (NK >= 2) {
+                    read_k(k, arrived(Int<1>()), r, c);
+                    quadruple(acc);
+                    dot_k(acc, k, bq);
+                }
+                if constexpr (NK == 4) {
+                    const u32 zero = (u32)P.width >> 31;
+                    read_k(k, arrived(Int<2>()), r, c);
+                    quadruple(acc);
+                    dot_k_nibbles<1>(acc, k, bq, zero);
+                    read_k(k, arrived(Int<3>()), r, c);
+                    quadruple(acc);
+                    dot_k_nibbles<0>(acc, k, bq, zero);
+                }
+            }
+            u32 w[NT][4];
+            float factor[NT], by[NT];
+            softmax<true>(acc, x, reading, entries[at], most, w, factor);
+            VRows v;
+            read_v(v, arrived(Int<NK>()), r, c);
+            scaled(by, factor, NV == 4 ? 64.f : NV == 2 ? 4.f : 1.f);
+            dot_v(o, v, w, by);
+            if constexpr (NV >= 2) {
+                read_v(v, arrived(Int<NK + 1>()), r, c);
+                scaled(by, factor, NV == 4 ? 16.f : 1.f);
+                dot_v(o, v, w, by);
+            }
+            if constexpr (NV == 4) {
+                // Nibbles of planes 1 and 3 come out four times too small beside pairs, whose bits are at 2p.
+                read_v(v, arrived(Int<NK + 2>()), r, c);
+                scaled(by, factor, 4.f);
+                dot_v_nibbles<1>(o, v, w, by);
+                read_v(v, arrived(Int<NK + 3>()), r, c);
+                dot_v_nibbles<0>(o, v, w, factor);
+            }
+            base += ALL;
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
         __syncwarp();
+    }
+
+    // Any other pages: one after the other, nothing sent for ahead of a page.
+    __device__ __forceinline__ void run_any(int low, int high) {
+        #pragma unroll 1
+        for (int at = low; at < high; at++) {
+            const Entry& e = entries[at];
+            const int kind = e.page.z, nk = kind >> 8 & 15, nv = kind >> 12 & 15, bits_k = kind >> 16 & 15, bits_v = kind >> 20 & 15;
+            const int read_k_ = nk == 1 ? 2 : 2 * nk, read_v_ = nv == 1 ? 2 : 2 * nv;
+            const u8* gains = P.records + (i64)e.page.x * RECORD_BYTES + GAIN_AT + 4 * h;
+            Reading reading{1.f, 1.f, 0.5f * ((1 << read_k_) - 1), 0.5f * ((1 << read_v_) - 1), P.kappa[h * 9 + 3 * index_of(bits_k) + index_of(read_k_)],
+                            P.variance[index_of(bits_k)], P.variance[3 + index_of(bits_v)]};
+            if (read_k_ != bits_k) reading.gain_k = scale16(*(const u16*)(gains + 2 * index_of(read_k_))) * (float)(1 << (bits_k - read_k_));
+            if (read_v_ != bits_v) reading.gain_v = scale16(*(const u16*)(gains + 4 * HKV + 2 * index_of(read_v_))) * (float)(1 << (bits_v - read_v_));
+            Header x;
+            int acc[NT][4][4] = {};
+            #pragma unroll 1
+            for (int z = 0; z < nk; z++) fetch<false>(e, z, z);
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncwarp();
+            x = header_of(ring);
+            const float most = most_of(x.v_scales);
+            #pragma unroll 1
+            for (int z = 0; z < nk; z++) {
+                KRows k;
+                read_k(k, ring + z * SLOT, r, c);
+                quadruple(acc);
+                if (z < 2) dot_k(acc, k, bq);
+                else if (z == 2) dot_k_nibbles<1>(acc, k, bq, 0);
+                else dot_k_nibbles<0>(acc, k, bq, 0);
+            }
+            __syncwarp();
+            #pragma unroll 1
+            for (int z = 0; z < nv; z++) fetch<true>(e, z, z);
+            u32 w[NT][4];
+            float factor[NT], by[NT];
+            softmax<false>(acc, x, reading, e, most, w, factor);
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncwarp();
+            #pragma unroll 1
+            for (int z = 0; z < nv; z++) {
+                VRows v;
+                read_v(v, ring + z * SLOT, r, c);
+                scaled(by, factor, z == 0 ? (nv == 4 ? 64.f : nv == 2 ? 4.f : 1.f) : z == 1 ? (nv == 4 ? 16.f : 1.f) : z == 2 ? 4.f : 1.f);
+                if (z < 2) dot_v(o, v, w, by);
+                else if (z == 2) dot_v_nibbles<1>(o, v, w, by);
+                else dot_v_nibbles<0>(o, v, w, by);
+            }
+            __syncwarp();
+        }
+    }
+};
+
+__device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, int h, int b) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    Reader R(P, rings + warp * (SLOTS * SLOT + 32 * sizeof(Entry)), h, b, lane);
+    const int newest = P.lengths[b] - 1, n_pages = pages_of(P, b);
+    const int first = (int)((i64)n_pages * split / P.splits), last = (int)((i64)n_pages * (split + 1) / P.splits);
+    // Pages that some query of this call reads packed, dealt out to splits and warps; a warp looks 32 up at a time.
+    for (int j0 = first + warp; j0 < last; j0 += WARPS * 32) {
+        Page mine;
+        if (j0 + WARPS * lane < last) mine.look_up(P, b, j0 + WARPS * lane, R.oldest, newest);
+        if (mine.exact && mine.exact_for_all) mine.id = -1;
+        const int nk = 1 + (mine.finer[0] >= 0) + 2 * (mine.finer[2] >= 0), nv = 1 + (mine.finer[3] >= 0) + 2 * (mine.finer[5] >= 0);
+        const int kind = mine.rows | nk << 8 | nv << 12 | mine.tier_k << 16 | mine.tier_v << 20 | (mine.slot >= 0) << 24;
+        // Pages that are alike follow each other: their order does not matter.
+        const bool ordinary = mine.start + 63 <= R.oldest;
+        const int group = !ordinary ? 4 : kind == KIND_OF(1, 1, 2, 2) ? 0 : kind == KIND_OF(2, 1, 4, 2) ? 1 : kind == KIND_OF(2, 2, 4, 4) ? 2 : kind == KIND_OF(4, 4, 8, 8) ? 3 : 4;
+        int ends[5], count = 0;
+        #pragma unroll
+        for (int g = 0; g < 5; g++) {
+            const u32 found = __ballot_sync(~0u, mine.id >= 0 && group == g);
+            if (mine.id >= 0 && group == g) {
+                Entry& to = R.entries[count + __popc(found & ((1u << lane) - 1))];
+                to.page = make_int4(mine.id, mine.start, kind, 0);
+                #pragma unroll
+                for (int i = 0; i < 6; i++) to.finer[i] = mine.finer[i];
+            }
+            ends[g] = count += __popc(found);
+        }
+        __syncwarp();
+        if (count == 0) continue;
+        if (CENTERED) R.centers(count);
+        __syncwarp();
+        if (ends[0]) R.run<1, 1>(0, ends[0]);
+        if (ends[1] > ends[0]) R.run<2, 1>(ends[0], ends[1]);
+        if (ends[2] > ends[1]) R.run<2, 2>(ends[1], ends[2]);
+        if (ends[3] > ends[2]) R.run<4, 4>(ends[2], ends[3]);
+        if (ends[4] > ends[3]) R.run_any(ends[3], ends[4]);
     }
     __syncthreads();
 
     #pragma unroll
     for (int n = 0; n < NT; n++) {
-        const int col = 4 * n + c;
-        const float mass = sum_rows(l[n]), offset = sum_rows(off[n]);
-        if (r == 0) { S.m[warp][col] = m[n]; S.l[warp][col] = mass; }
+        const int col = 4 * n + R.c;
+        const float mass = sum_rows(R.l[n]), offset = sum_rows(R.off[n]);
+        if (R.r == 0) { S.m[warp][col] = R.m[n]; S.l[warp][col] = mass; }
 #if MEASURED
         #pragma unroll
         for (int z = 0; z < 3; z++) {
-            const float sum = sum_rows(spread[n][z]);
-            if (r == 0) S.spread[warp][col][z] = sum;
+            const float sum = sum_rows(R.spread[n][z]);
+            if (R.r == 0) S.spread[warp][col][z] = sum;
         }
 #endif
         #pragma unroll
@@ -583,7 +675,7 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
                 #pragma unroll
                 for (int p = 0; p < 4; p++) {
                     const float down = p == 0 ? 1.f : p == 1 ? 0.25f : p == 2 ? 0.0625f : 0.015625f;
-                    if (r * VW + k < NW) S.o[warp][col][p * (D / 4) + 4 * (r * VW + k) + j] = fmaf(o[n][k][j][p], down, offset);
+                    if (R.r * VW + k < NW) S.o[warp][col][p * (D / 4) + 4 * (R.r * VW + k) + j] = fmaf(R.o[n][k][j][p], down, offset);
                 }
     }
 }

@@ -14,7 +14,7 @@ from lamina.errors import LaminaError
 
 MOST_DYNAMIC_SHARED = 8
 """Number of the driver's function attribute."""
-OPTIONS = ("--std=c++17",)
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 
 
 class KernelError(LaminaError):
