@@ -176,10 +176,10 @@ def attend_cuda(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int |
         basis.softcap * log2e, (ctypes.c_float * 6)(*variance), 1 / dim if rows is not None and rows.aligned else 0.0,
     )  # fmt: skip
     grid = (splits + exact_splits, n_kv, batch)
-    kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes)
+    kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
     kernels.launch(
         "lamina_merge", (n_kv, batch, group * tokens), geometry.row_threads, partial, basis.v_forward, basis.mean_v,
         splits, exact_splits, tokens, batch, out, lse_packed, lse, lse if spread is None else spread,
-        shared=4 * (splits + exact_splits),
+        shared=4 * (splits + exact_splits), early=True,
     )  # fmt: skip
     return AttentionOutput(out, lse_packed, lse, spread)

@@ -14,7 +14,27 @@ from lamina.errors import LaminaError
 
 MOST_DYNAMIC_SHARED = 8
 """Number of the driver's function attribute."""
+PROGRAMMATIC_SERIALIZATION = 6
+"""Number of the driver's launch attribute."""
+EARLY_SINCE = 9
+"""Compute capability from which on kernels can wait for the one in front of them."""
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+    def __init__(self, identity: int, value: int) -> None:
+        super().__init__(identity, 0, value)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("n_attributes", ctypes.c_uint),
+    )
 
 
 class KernelError(LaminaError):
@@ -60,16 +80,19 @@ class Module:
         major, minor = torch.cuda.get_device_capability(device)
         options = [*OPTIONS, f"--gpu-architecture=sm_{major}{minor}", *(f"-D{k}={v}" for k, v in defines.items())]
         binary = _compile(source, options)
-        self.device, self.module = device, ctypes.c_void_p()
+        self.device, self.module, self.starts_early = device, ctypes.c_void_p(), major >= EARLY_SINCE
         with torch.cuda.device(device):
             torch.cuda.current_stream()
             _check(_driver().cuModuleLoadData(ctypes.byref(self.module), binary), "cuModuleLoadData")
         self.functions: dict[str, ctypes.c_void_p] = {}
 
-    def launch(self, name: str, grid: Sequence[int], threads: int, *arguments: Any, shared: int = 0) -> None:
+    def launch(
+        self, name: str, grid: Sequence[int], threads: int, *arguments: Any, shared: int = 0, early: bool = False
+    ) -> None:
         """Launch a kernel; tensors are passed as pointers, int as 32 bits, ctypes values as they are.
 
-        ``shared`` is the shared memory of a block in bytes that the launch provides.
+        ``shared`` is the shared memory of a block in bytes that the launch provides. A kernel that is launched ``early``
+        may start before the one in front of it has finished, for which it has to wait itself, where the GPU can do that.
         """
         if name not in self.functions:
             found = ctypes.c_void_p()
@@ -80,9 +103,11 @@ class Module:
         values = [_argument(x) for x in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        _check(
-            _driver().cuLaunchKernel(self.functions[name], *grid, threads, 1, 1, shared, stream, pointers, None), name
-        )
+        attribute = _Attribute(PROGRAMMATIC_SERIALIZATION, 1)
+        config = _Config(
+            *grid, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(early and self.starts_early)
+        )  # fmt: skip
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.functions[name], pointers, None), name)
 
 
 def _argument(x: Any) -> Any:
