@@ -51,8 +51,8 @@ struct Params {
     const int* page_ids;     // [B, width]
     const int* lengths;      // [B]
     const float* kappa;      // [HKV, 3, 3]
-    float* partial;          // [splits + exact_splits, B, HKV, NCOL, PART]: values, maximum, mass, spread
-    int width, splits, exact_splits, tokens, sink, recent;
+    float* partial;          // [2, splits, B, HKV, NCOL, PART], packed and exact rows: values, maximum, mass, spread
+    int width, splits, tokens, sink, recent;
     float softcap;           // in units of log2(e), 0 for none
     float variance[6];       // of rows, in units of their squared step: K at 2, 4, 8 bits, V
     float along;             // 1/D if errors avoid the row itself
@@ -727,13 +727,12 @@ __device__ __forceinline__ void exact_8(const void* rows, i64 i, float (&y)[8]) 
 #endif
 }
 
-// Exact rows of the windows and the open page, in plain float32. A block takes every so-manieth such page, a warp 16 of its
-// rows, two lanes a row; then each lane some channels of the output.
-__device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16], float (*q)[D], int part, int h, int b) {
+// Exact rows of the windows and the open page, in plain float32. The splits take such pages in turn, a warp 16 rows of a
+// page, two lanes a row; then each lane some channels of the output.
+__device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16], float (*q)[D], int split, int h, int b) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
     const int length = P.lengths[b], newest = length - 1, oldest = length - P.tokens;
-    finished_before();
     for (int i = threadIdx.x; i < NCOL * D; i += 32 * WARPS) q[i / D][i % D] = P.q_exact[row0 * D + i];
     __syncthreads();
     constexpr int PER = (D + 31) / 32;
@@ -754,7 +753,7 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
         lowest = found & 1;
         highest = high > low && found >> (high - low - 1) & 1;
         for (u32 todo = found; todo; todo &= todo - 1) {
-            if (seen++ % P.exact_splits != part) continue;
+            if (seen++ % P.splits != split) continue;
             const int at = __ffs(todo) - 1;
             const int from = __shfl_sync(~0u, mine.start, at), n = __shfl_sync(~0u, mine.rows, at);
             const bool open = __shfl_sync(~0u, mine.tier_k, at) == 0;
@@ -836,45 +835,51 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
     }
 }
 
+// A block's result from its warps'.
+__device__ void write(const Params& P, const Smem& S, bool packed, int split, int h, int b) {
+    __syncthreads();
+    float* out = P.partial + ((((i64)(packed ? 0 : P.splits) + split) * gridDim.z + b) * HKV + h) * NCOL * PART;
+    for (int i = threadIdx.x; i < NCOL * D; i += 32 * WARPS) {
+        const int col = i / D, d = i % D;
+        float top = NEVER, share[WARPS], sum = 0.f;
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) top = fmaxf(top, S.m[w][col]);
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            share[w] = exp2_(S.m[w][col] - top);
+            sum = fmaf(S.o[w][col][d], share[w], sum);
+        }
+        out[col * PART + d] = sum;
+        if (d == 0) {
+            float mass = 0.f;
+            #pragma unroll
+            for (int w = 0; w < WARPS; w++) mass = fmaf(S.l[w][col], share[w], mass);
+            out[col * PART + D] = top;
+            out[col * PART + D + 1] = mass;
+        }
+#if MEASURED
+        if (packed && d < 3) {
+            float of = 0.f;
+            #pragma unroll
+            for (int w = 0; w < WARPS; w++) of = fmaf(S.spread[w][col][d], d ? share[w] * share[w] : share[w], of);
+            out[col * PART + D + 2 + d] = of;
+        }
+#endif
+    }
+    __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(const __grid_constant__ Params P) {
     extern __shared__ uint4 shared[];
     Smem& S = *(Smem*)shared;
     float (*weights)[NCOL][16] = (float (*)[NCOL][16])(&S + 1);
     float (*q)[D] = (float (*)[D])(weights + WARPS);
     const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
-    const bool packed = split < P.splits;
-    if (packed) attend_packed(P, S, (u8*)shared, split, h, b);
-    else attend_exact(P, S, weights, q, split - P.splits, h, b);
+    attend_packed(P, S, (u8*)shared, split, h, b);
+    write(P, S, true, split, h, b);
+    attend_exact(P, S, weights, q, split, h, b);
     next_may_start();
-    __syncthreads();
-    float* out = P.partial + (((i64)split * gridDim.z + b) * HKV + h) * NCOL * PART;
-    for (int i = threadIdx.x; i < NCOL * D; i += 32 * WARPS) {
-        const int col = i / D, d = i % D;
-        float top = NEVER, sum = 0.f;
-        #pragma unroll
-        for (int w = 0; w < WARPS; w++) top = fmaxf(top, S.m[w][col]);
-        #pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += S.o[w][col][d] * exp2_(S.m[w][col] - top);
-        out[col * PART + d] = sum;
-        if (d == 0) {
-            float mass = 0.f;
-            #pragma unroll
-            for (int w = 0; w < WARPS; w++) mass += S.l[w][col] * exp2_(S.m[w][col] - top);
-            out[col * PART + D] = top;
-            out[col * PART + D + 1] = mass;
-        }
-#if MEASURED
-        if (d < 3) {
-            float of = 0.f;
-            #pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                const float share = exp2_(S.m[w][col] - top);
-                if (packed) of += S.spread[w][col][d] * (d ? share * share : share);
-            }
-            out[col * PART + D + 2 + d] = of;
-        }
-#endif
-    }
+    write(P, S, false, split, h, b);
 }
 
 #define SLICES (D > 128 ? 2 : 4)
@@ -961,15 +966,15 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
 // Merges the partial results, turns the packed part back into the engine's basis. One block a sequence, KV head and
 // column; SLICES * WIDE threads.
 extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
-    const float* partial, const float* v_forward, const float* mean_v, int splits, int exact_splits, int tokens, int batch,
+    const float* partial, const float* v_forward, const float* mean_v, int splits, int tokens, int batch,
     void* out, float* lse_packed, float* lse, float* spread
 ) {
     const int h = blockIdx.x, b = blockIdx.y, col = blockIdx.z, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
-    extern __shared__ float weights[];  // [splits + exact_splits]
+    extern __shared__ float weights[];  // [2 * splits]
     __shared__ float found[2][SLICES][D], packed[D], exact[D], tops[2], mass[2], of_spread[3];
     const i64 stride = (i64)batch * HKV * NCOL * PART;
     const float* from = partial + (((i64)b * HKV + h) * NCOL + col) * PART;
-    const int lane = threadIdx.x % 32, all_splits = splits + exact_splits;
+    const int lane = threadIdx.x % 32;
     // A warp a channel of the result: its row of the matrix is there before the partial results are.
     constexpr int BESIDE = SLICES * WIDE / 32, EACH = (D + BESIDE - 1) / BESIDE, WORDS = WIDE / 32;
     float matrix[EACH][WORDS];
@@ -983,12 +988,13 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
     finished_before();
     // A warp for the packed part, one for the exact part: what each split counts for.
     if (threadIdx.x < 64) {
-        const int kind = threadIdx.x / 32, first = kind ? splits : 0, last = kind ? all_splits : splits;
+        const int kind = threadIdx.x / 32, first = kind * splits, last = first + splits;
         float top = NEVER, sum = 0.f, sums[3] = {0.f, 0.f, 0.f};
         for (int s = first + lane; s < last; s += 32) top = fmaxf(top, from[s * stride + D]);
         for (int z = 16; z; z >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
         for (int s = first + lane; s < last; s += 32) {
-            const float w = exp2_(from[s * stride + D] - top);
+            // Splits without exact pages, most of them, have no maximum.
+            const float at = from[s * stride + D], w = at == NEVER ? 0.f : exp2_(at - top);
             weights[s] = w;
             sum = fmaf(w, from[s * stride + D + 1], sum);
 #if MEASURED
@@ -1010,8 +1016,9 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
         float a = 0.f, e = 0.f;
         #pragma unroll 8
         for (int s = slice; s < splits; s += SLICES) a = fmaf(weights[s], from[s * stride + d], a);
-        #pragma unroll 2
-        for (int s = splits + slice; s < all_splits; s += SLICES) e = fmaf(weights[s], from[s * stride + d], e);
+        #pragma unroll 8
+        for (int s = slice; s < splits; s += SLICES)
+            if (weights[splits + s] != 0.f) e = fmaf(weights[splits + s], from[(splits + s) * stride + d], e);
         found[0][slice][d] = a;
         found[1][slice][d] = e;
     }
