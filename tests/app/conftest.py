@@ -92,7 +92,7 @@ def traced(tmp_path_factory) -> Traced:
         calibrate(model, iter(ids), model_id="tiny <&> model"),
         tiers=8,
         window=WindowConfig(recent=64),
-        max_bytes=230_000,
+        max_bytes=226_000,
         controller=ControllerConfig(rate=1 / 16),
     )
     console = Console(file=io.StringIO(), width=200)

@@ -101,7 +101,7 @@ def test_bytes_are_those_of_a_cache_of_a_model(tiny):
 def test_slots_follow_the_record_layout():
     page, slab, exact = slot_bytes(8, 128, torch.bfloat16)
     layout = RecordLayout(8, 128)
-    assert page == layout.record_bytes + 11 * 4 + 4 * 4 + 3 * 4
+    assert page == layout.record_bytes + 11 * 4 + 4 * 4 + 2 * 4
     assert slab == layout.slab_bytes
     assert exact == 2 * 8 * 64 * 128 * 2
 

@@ -328,6 +328,7 @@ def test_json_is_the_summary_alone(lamina, tmp_path):
         "firings": 2,
         "pages_closed": 13,
         "planes_shed": {"k": 2, "v": 1, "total": 3},
+        "exact_shed": 0,
         "changes": {"k": {"up": 3, "down": 1}, "v": {"up": 1, "down": 2}},
         "final_tiers": {"3": [2, 2], "7": [8, 2], "11": [8, 4], "15": [2, 2]},
         "decided_bits": pytest.approx(3.0769, abs=1e-4),

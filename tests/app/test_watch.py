@@ -174,5 +174,5 @@ def test_cells_wrap_and_keep_their_colors(width, rows):
 def test_a_real_run(traced):
     lines = traced.watched.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"decode step {16 * n}, firing {n}" for n in (1, 2, 3)]
-    assert all(": 3.00 bits decided, 10.62 in history; 208 KiB (1" in line for line in lines)
+    assert all(": 3.00 bits decided, 10.12 in history; 204 KiB (1" in line for line in lines)
     assert traced.cache.listeners == []

@@ -243,7 +243,7 @@ def test_memory_is_counted_to_the_byte() -> None:
     assert memory["codes"] == (2 * pages + slabs) * 3 * 64 * 12
     assert memory["scales"] == pages * 2 * (2 + 2) * 3 * 64
     assert memory["centers"] == pages * (store.layout.record_bytes - store.layout.center_offset)
-    assert memory["page_tables"] == pages * (11 * 4 + 4 * 4 + 3 * 4) + 2 * 10 * 4
+    assert memory["page_tables"] == pages * (11 * 4 + 4 * 4 + 2 * 4) + 2 * 10 * 4
     for page in list(store.sequences[0].pages[:3]):
         store.arena.shed(page, 0)
     counted()

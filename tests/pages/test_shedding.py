@@ -138,6 +138,72 @@ def test_the_least_loss_goes_first_and_nothing_more_than_needed(rows: Rows, size
     )
 
 
+def least_bytes(rows: Rows, tokens: int) -> int:
+    """Bytes with base planes alone, and exact rows of open pages alone."""
+    cache = Cache(None)
+    cache.append(rows, 0, tokens)
+    for store in cache.stores:
+        for _ in range(2):
+            for *_, page, side in store.arena.shed_candidates():
+                store.arena.shed(page, side)
+        for *_, page in store.exact_candidates():
+            store.shed_exact(page)
+        store.compact()
+        store.page_ids()
+    return cache.bytes
+
+
+@pytest.mark.parametrize("chunk", [1, 60, 64, 130])
+def test_exact_rows_go_when_no_plane_is_left(rows: Rows, chunk: int) -> None:
+    """Down to base planes and open pages; roll-back rows first, then recent ones, the first tokens' last."""
+    tokens = 850
+    least, closing = least_bytes(rows, tokens), 3 * 2 * (chunk > 1) * 2 * HEADS * 64 * DIM * 4
+    cache = Cache(least + closing)
+    dropped: list[tuple[int, int, str]] = []
+
+    def on_shed(name: str, start: int, what: str, bits: Any, loss: Any) -> None:
+        i = next(i for i, s in enumerate(cache.stores) if s.name == name) if name != "layer 0" else 0
+        length = cache.stores[i].sequences[0].length
+        if what == "exact":
+            assert not cache.candidates() and bits == (2, 2) and loss is None
+            dropped.append((0 if 64 <= start < WINDOW.exact_from(length) else 2 if start < 64 else 1, start, what))
+
+    cache.pager.on_shed = on_shed
+    for at in range(0, tokens, chunk):
+        cache.append(rows, at, min(tokens, at + chunk))
+        assert cache.bytes <= cache.budget.max_bytes  # type: ignore[operator]
+    assert len(dropped) == cache.pager.exact_shed > 3
+    assert any(rank < 2 for rank, *_ in dropped) and (chunk > 1 or any(rank == 2 for rank, *_ in dropped))
+    store = cache.stores[-1]
+    check_slots(store)
+    assert sum(x >= 0 for x in store.arena.table[store.sequences[0].pages][:, EXACT].tolist()) <= (
+        1 if chunk == 1 else 4
+    )
+    q = torch.randn(BATCH, 4, 8, DIM, generator=generator(0))
+    expected = oracle.attend(q.numpy(), stored(store.view()), oracle_basis(cache.basis))[0]
+    assert relative_error(attend_cpu(q, store.view(), cache.basis).out.numpy(), expected) < 2e-3
+    lengths = [tokens - 100] * BATCH
+    for s in cache.stores:
+        s.crop(lengths)
+    cache.append(rows, tokens - 100, tokens - 60)
+    assert [s.length for s in cache.stores[0].sequences] == [tokens - 60] * BATCH
+
+
+def test_exact_rows_of_a_snapshot_stay(rows: Rows) -> None:
+    store, _ = make_store(HEADS, DIM, tiers=(4, 4), window=WINDOW)
+    k, v = rows[0]
+    store.append(k[:, :, :300], v[:, :, :300])
+    free = store.exact_candidates()
+    expected = [(0, 128), (1, 192), (2, 0)]
+    assert [(rank, start) for rank, start, _ in free] == [x for x in expected for _ in range(BATCH)]
+    taken = store.snapshot()
+    assert store.exact_candidates() == []
+    store.append(k[:, :, 300:400], v[:, :, 300:400])
+    assert {start for _, start, _ in store.exact_candidates()} == {256, 320}
+    store.forget(taken)
+    assert {start for _, start, _ in store.exact_candidates()} == {0, 128, 192, 256, 320}
+
+
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 8), (4, 4), (2, 2)])
 def test_predicted_losses(bits: tuple[int, int]) -> None:
     """K: half the variance that the dropped bits add to a logit. V: their error relative to the rows' energy."""
@@ -204,7 +270,7 @@ def test_shed_pages_are_still_read_right(rows: Rows, sizes: tuple[int, int]) -> 
 def test_an_error_means_that_nothing_is_left_to_shed(rows: Rows, chunk: int) -> None:
     """The message says so; giving up earlier would fail requests that fit."""
     k, v = rows[0]
-    limits, failed = range(250_000, 530_000, 7_000), 0
+    limits, failed = range(40_000, 530_000, 14_000), 0
     for max_bytes in limits:
         budget = Budget(max_bytes)
         store, _ = make_store(HEADS, DIM, tiers=(8, 4), window=WINDOW, budget=budget)
@@ -214,8 +280,9 @@ def test_an_error_means_that_nothing_is_left_to_shed(rows: Rows, chunk: int) -> 
                 store.append(k[:, :, at : at + chunk], v[:, :, at : at + chunk])
         except MemoryBudgetError as e:
             failed += 1
-            assert "every plane that may be shed is gone" in str(e)
+            assert "every plane and exact row that may be shed is gone" in str(e)
             assert not store.arena.shed_candidates(), f"max_bytes={max_bytes}, {at} tokens"
+            assert not store.exact_candidates(), f"max_bytes={max_bytes}, {at} tokens"
     assert 0 < failed < len(limits)
 
 
@@ -257,13 +324,13 @@ def test_a_budget_too_small_for_the_first_page_says_so(rows: Rows) -> None:
 def test_the_last_byte_counts(rows: Rows, tokens: int) -> None:
     """Page ids included: exactly enough is enough, one byte less is not."""
     k, v = (x[:, :, :tokens] for x in rows[0])
-    store, _ = make_store(HEADS, DIM, tiers=(2, 2))
+    store, _ = make_store(HEADS, DIM, tiers=(2, 2), window=WindowConfig(0, 0, 0))
     store.append(k, v)
     needed = storage_bytes(store)
-    exactly, _ = make_store(HEADS, DIM, tiers=(2, 2), budget=Budget(needed))
+    exactly, _ = make_store(HEADS, DIM, tiers=(2, 2), window=WindowConfig(0, 0, 0), budget=Budget(needed))
     exactly.append(k, v)
     assert storage_bytes(exactly) == needed
-    less, _ = make_store(HEADS, DIM, tiers=(2, 2), budget=Budget(needed - 1))
+    less, _ = make_store(HEADS, DIM, tiers=(2, 2), window=WindowConfig(0, 0, 0), budget=Budget(needed - 1))
     with pytest.raises(MemoryBudgetError, match=f"{needed:,} bytes are needed"):
         less.append(k, v)
     assert storage_bytes(less) == 0

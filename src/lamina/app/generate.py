@@ -103,6 +103,7 @@ class GenerationReport:
     kv_bytes: int
     kv_bytes_bf16: int
     planes_shed: int
+    exact_shed: int
 
     def as_json(self) -> dict[str, Any]:
         """The document that ``--json`` writes."""
@@ -117,7 +118,7 @@ class GenerationReport:
         return (
             f"{self.tokens} tokens{speed}; {history}, {self.bits_at_context:.2f} bits at this context; {live}"
             f"KV cache {format_bytes(self.kv_bytes)} against {format_bytes(self.kv_bytes_bf16)} in bf16; "
-            f"{self.planes_shed} planes shed"
+            f"{self.planes_shed} planes shed{f', exact rows of {self.exact_shed} pages' if self.exact_shed else ''}"
         )
 
 
@@ -265,6 +266,7 @@ def report_on(done: Generated, cache: LaminaCache, loaded: LoadedModel, firings:
         kv_bytes=sum(memory.values()),
         kv_bytes_bf16=2 * loaded.geometry.elements(cache.get_seq_length()) + memory.get("host_layers", 0),
         planes_shed=cache.pager.planes_shed,
+        exact_shed=cache.pager.exact_shed,
     )
 
 

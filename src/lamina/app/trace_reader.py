@@ -232,9 +232,12 @@ def _closed(run: Run, event: dict[str, Any]) -> None:
 
 
 def _shed(run: Run, event: dict[str, Any]) -> None:
+    run.shed[event["side"]] += 1
+    if event["side"] == "exact":
+        _pairs([event["bits"]], 1)
+        return
     side = "kv".index(event["side"])
     _pages(run, event).setdefault(int(event["start"]), [0, 0])[side] = _bits(event["bits"])
-    run.shed[event["side"]] += 1
 
 
 def _memory(run: Run, event: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ class Summary:
         Decisions, and pages encoded.
     planes_shed, changes : dict
         Planes dropped, and tier changes of all layers, by side (``k``, ``v``).
+    exact_shed : int
+        Pages that lost their exact rows.
     layer_changes : list of (Changes, Changes)
         Tier changes of K and V, one pair a packed layer.
     final_tiers : list of (int, int)
@@ -40,6 +42,7 @@ class Summary:
     firings: int
     pages_closed: int
     planes_shed: dict[str, int]
+    exact_shed: int
     changes: dict[str, Changes]
     layer_changes: list[tuple[Changes, Changes]]
     final_tiers: Pairs
@@ -65,6 +68,7 @@ def summarise(run: Run) -> Summary:
         firings=len(run.firings),
         pages_closed=run.closed,
         planes_shed={side: run.shed[side] for side in SIDES},
+        exact_shed=run.shed["exact"],
         changes={
             name: Changes(sum(pair[side].up for pair in by_layer), sum(pair[side].down for pair in by_layer))
             for side, name in enumerate(SIDES)
@@ -89,6 +93,7 @@ def as_json(run: Run, summary: Summary) -> dict[str, Any]:
         "firings": summary.firings,
         "pages_closed": summary.pages_closed,
         "planes_shed": {**shed, "total": sum(shed.values())},
+        "exact_shed": summary.exact_shed,
         "changes": {side: {"up": found.up, "down": found.down} for side, found in summary.changes.items()},
         "final_tiers": {str(layer): list(pair) for layer, pair in zip(run.start.layers, summary.final_tiers)},
         "decided_bits": summary.decided_bits,

@@ -91,6 +91,8 @@ class LiveControl:
             return None
         if self.controller.config.canary == Canary.RING:
             keys = store.last_keys(b, RING_TOKENS)
+            if not keys.shape[1]:
+                return None
             k = ring(q, keys, scaling=basis.scaling, quantise=encoder.requantise_page)
             return k, k
         if result.spread is None or basis.rows is None or bool((result.lse_packed[b, :, -1] == float("-inf")).all()):

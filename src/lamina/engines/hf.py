@@ -166,7 +166,7 @@ class LaminaCache(Cache):
         self.pager = attach_pager(self.budget, lambda: weak.stores)
         self.listeners: list[Callable[[dict[str, Any]], Any]] = []
         self.pager.on_shed = lambda name, start, side, bits, loss: weak.emit(
-            "shed", layer=int(name.split()[-1]), start=start, side="kv"[side], bits=bits, loss=loss
+            "shed", layer=int(name.split()[-1]), start=start, side=side, bits=bits, loss=loss
         )
         if self.control is not None:
             self.control.on_firing = lambda firing: weak.emit("firing", **asdict(firing))
@@ -485,6 +485,7 @@ class LaminaCache(Cache):
                 self.emit(
                     "memory", tokens=max(self.lengths), bytes=sum(memory.values()), kinds=memory,
                     bits_history=bits["history"], bits_at_context=bits["context"], planes_shed=self.pager.planes_shed,
+                    exact_shed=self.pager.exact_shed,
                 )  # fmt: skip
 
     def emit(self, event: str, **fields: Any) -> None:

@@ -66,9 +66,18 @@ class Arena:
         """Sequences that a page belongs to."""
         return int(self.counts[page, USERS])
 
-    def reserve(self, pages: int, slabs: int, exact: int, other: int = 0) -> None:
-        """Make sure that so many slots can be handed out, and that ``other`` bytes fit the budget besides."""
-        self.budget.ensure(lambda: self.missing_bytes(pages, slabs, exact, other))
+    def bits_read(self, page: int) -> tuple[int, int]:
+        """Bits that K and V of a closed page are read at."""
+        row = self.table[page].tolist()
+        k, v = (8 if row[FINEST + 2 * s] >= 0 else 4 if row[FINE + s] >= 0 else 2 for s in (0, 1))
+        return k, v
+
+    def reserve(self, pages: int, slabs: int, exact: int, other: int = 0, *, exact_too: bool = True) -> None:
+        """Make sure that so many slots can be handed out, and that ``other`` bytes fit the budget besides.
+
+        ``exact_too``: whether exact rows may be shed for that.
+        """
+        self.budget.ensure(lambda: self.missing_bytes(pages, slabs, exact, other), exact_too=exact_too)
         for pool, n in zip(self.pools, (pages, slabs, exact)):
             pool.reserve(n)
 
@@ -214,6 +223,12 @@ class Arena:
         self.slabs.release(slots)
         self.table[page, columns] = -1
         return len(slots) * self.slabs.slot_bytes
+
+    def shed_exact(self, page: int) -> int:
+        """Drop the exact rows of a closed page; returns the bytes that become free."""
+        self.counts[page, HOLDERS] = 0
+        self._release_exact(_ids([page]))
+        return self.exact.slot_bytes
 
     def compact(self) -> dict[int, int]:
         """Give free slots back to the budget.

@@ -23,16 +23,19 @@ class Budget:
     Attributes
     ----------
     reclaim : callable or None
-        Called with the number of bytes that are short; frees what it can.
+        Called with the number of bytes that are short, and whether exact rows may go too; frees what it can.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes
         self.used = 0
-        self.reclaim: Callable[[int], None] | None = None
+        self.reclaim: Callable[[int, bool], None] | None = None
 
-    def ensure(self, need: Callable[[], int]) -> None:
-        """Make room for ``need()`` more bytes, shedding if that helps, or raise MemoryBudgetError."""
+    def ensure(self, need: Callable[[], int], *, exact_too: bool = True) -> None:
+        """Make room for ``need()`` more bytes, shedding if that helps, or raise MemoryBudgetError.
+
+        Exact rows go last, and only if ``exact_too`` says so.
+        """
         if self.max_bytes is None:
             return
         short = self.used + need() - self.max_bytes
@@ -40,12 +43,12 @@ class Budget:
         before = self.used + 1
         while short > 0 and self.reclaim is not None and self.used < before:
             before = self.used
-            self.reclaim(short)
+            self.reclaim(short, exact_too)
             short = self.used + need() - self.max_bytes
         if short > 0:
             raise MemoryBudgetError(
                 f"max_bytes={self.max_bytes:,} is too small: {self.max_bytes + short:,} bytes are needed now and every "
-                "plane that may be shed is gone; raise max_bytes, or use fewer tokens, sequences or bits"
+                "plane and exact row that may be shed is gone; raise max_bytes, or use fewer tokens, sequences or bits"
             )
 
 

@@ -137,10 +137,10 @@ class LayerStore:
         if not self.sequences:
             self.sequences = [Sequence() for _ in rows]
         self.settle()
-        bits = self._make_room([k_row.shape[1] for k_row, _ in rows])
+        bits, windows = self._make_room([k_row.shape[1] for k_row, _ in rows])
         closed: list[tuple[int, Tensor, Tensor]] = []
         for sequence, (k_row, v_row) in zip(self.sequences, rows):
-            self._append_one(sequence, k_row, v_row, closed)
+            self._append_one(sequence, k_row, v_row, closed, windows)
         for i in range(0, len(closed), ENCODE_BATCH):
             self._close(closed[i : i + ENCODE_BATCH], bits)
         if closed and self.on_close is not None:
@@ -174,8 +174,8 @@ class LayerStore:
         self._loosen()
 
     def append_bytes(self, tokens: list[int]) -> int:
-        """Bytes that appending ``tokens[b]`` rows to each sequence must allocate now, at the lowest tier."""
-        return self.arena.missing_bytes(*self._append_slots(tokens, LOWEST))
+        """Bytes that appending ``tokens[b]`` rows to each sequence must allocate now, with the fewest bits."""
+        return self.arena.missing_bytes(*self._append_slots(tokens, LOWEST, windows=False))
 
     def extend_bytes(self, other: "LayerStore") -> int:
         """Bytes that :meth:`extend` would allocate now."""
@@ -258,7 +258,11 @@ class LayerStore:
                 break
             found.insert(0, self.arena.exact.data[0][slot, 0, :, max(0, rows - tokens) : rows])
             tokens -= rows
-        return torch.cat(found, 1)
+        return (
+            torch.cat(found, 1)
+            if found
+            else self.arena.exact.data[0].new_empty(self.layout.n_heads, 0, self.layout.head_dim)
+        )
 
     def memory(self) -> dict[str, int]:
         """Allocated bytes by kind."""
@@ -286,6 +290,29 @@ class LayerStore:
         ids = torch.tensor([p for s in self.sequences for p in s.pages], dtype=torch.long)
         tiers = self.arena.table[ids, TIER : TIER + 2]
         return int(tiers.sum()), int((tiers[:, 0] > 0).sum())
+
+    def exact_candidates(self) -> list[tuple[int, int, int]]:
+        """Exact rows of closed pages that may be dropped: (rank, start, page), the least needed first.
+
+        Rank 0: kept for rolling back alone; 1: recent; 2: first tokens. Rows that a snapshot counts on stay.
+        """
+        ids = {p for s in self.sequences for p in s.pages} - {
+            p for taken in self.snapshots for s in taken for p in s.pages
+        }
+        first = min((self.window.exact_from(s.length) for s in self.sequences), default=0)
+        found = []
+        for page in sorted(ids):
+            row = self.arena.table[page].tolist()
+            if row[TIER] and row[EXACT] >= 0:
+                start = row[START]
+                found.append((2 if start < self.window.sink else int(start >= first), start, page))
+        return sorted(found)
+
+    def shed_exact(self, page: int) -> int:
+        """Drop a closed page's exact rows, which are read from codes then; returns the bytes that become free."""
+        for sequence in self.sequences:
+            sequence.held = [p for p in sequence.held if p != page]
+        return self.arena.shed_exact(page)
 
     def compact(self) -> None:
         """Give the free slots of all pools back to the budget."""
@@ -348,21 +375,25 @@ class LayerStore:
         """Bytes that the table of page ids grows by if the sequences have so many pages each."""
         return max(0, 4 * len(pages) * max(pages, default=0) - self._page_id_bytes)
 
-    def _make_room(self, tokens: list[int]) -> tuple[int, int]:
-        """Reserve slots for rows; returns the bits of pages that close, fewer than wanted only if all else is shed."""
-        wanted = self.tiers()
-        choices = dict.fromkeys((wanted, (min(wanted[0], 4), min(wanted[1], 4)), LOWEST))
-        for bits in choices:
-            try:
-                self.arena.reserve(*self._append_slots(tokens, bits))
-            except MemoryBudgetError:
-                if bits == LOWEST:
-                    raise
-            else:
-                return bits
-        raise AssertionError("unreachable")
+    def _make_room(self, tokens: list[int]) -> tuple[tuple[int, int], bool]:
+        """Reserve slots for rows.
 
-    def _append_slots(self, tokens: list[int], bits: tuple[int, int]) -> tuple[int, int, int, int]:
+        Returns the bits of pages that close, fewer than wanted only if all other planes are shed, and whether pages in
+        the windows keep their exact rows, which is given up last.
+        """
+        wanted = self.tiers()
+        for bits in dict.fromkeys((wanted, (min(wanted[0], 4), min(wanted[1], 4)), LOWEST)):
+            try:
+                self.arena.reserve(*self._append_slots(tokens, bits), exact_too=False)
+            except MemoryBudgetError:
+                continue
+            return bits, True
+        self.arena.reserve(*self._append_slots(tokens, LOWEST, windows=False))
+        return LOWEST, False
+
+    def _append_slots(
+        self, tokens: list[int], bits: tuple[int, int], *, windows: bool = True
+    ) -> tuple[int, int, int, int]:
         """Slots that appending ``tokens[b]`` rows to each sequence can take, as :meth:`Arena.reserve` counts them."""
         pages = exact = closing = 0
         widths = []
@@ -373,7 +404,7 @@ class LayerStore:
             first = s.length + (PAGE_TOKENS - rows if page is not None else 0)
             starts = range(first, s.length + n, PAGE_TOKENS)
             pages += len(starts)
-            exact += sum(self._keeps_exact(start, s.length + n) for start in starts)
+            exact += sum(self._keeps_exact(start, s.length + n, windows) for start in starts)
             closing += (rows + n) // PAGE_TOKENS
             widths.append(len(s.pages) + len(starts))
             if page is not None and n:
@@ -409,9 +440,10 @@ class LayerStore:
                 slabs += n * has_slabs
         return pages, slabs, exact, 0
 
-    def _keeps_exact(self, start: int, length: int) -> bool:
-        """Whether a page keeps its exact rows while the next query is at position ``length``."""
-        return start < self.window.sink or start + PAGE_TOKENS > length or start >= self.window.kept_from(length)
+    def _keeps_exact(self, start: int, length: int, windows: bool) -> bool:
+        """Whether a page keeps its exact rows while the next query is at position ``length``: open, or in a window."""
+        in_window = start < self.window.sink or start >= self.window.kept_from(length)
+        return start + PAGE_TOKENS > length or (windows and in_window)
 
     def _open_page(self, sequence: Sequence) -> int | None:
         """The page that the sequence's next row goes to, if it is there already."""
@@ -419,7 +451,9 @@ class LayerStore:
             return sequence.pages[-1]
         return None
 
-    def _append_one(self, sequence: Sequence, k: Tensor, v: Tensor, closed: list[tuple[int, Tensor, Tensor]]) -> None:
+    def _append_one(
+        self, sequence: Sequence, k: Tensor, v: Tensor, closed: list[tuple[int, Tensor, Tensor]], windows: bool
+    ) -> None:
         """Write rows ``[H, T, D]`` to the sequence's pages; pages that fill up are added to ``closed``."""
         tokens = k.shape[1]
         end = sequence.length + tokens
@@ -430,7 +464,7 @@ class LayerStore:
         done = 0
         while done < tokens:
             if page is None:
-                page = self._start_page(sequence, self._keeps_exact(sequence.length, end))
+                page = self._start_page(sequence, self._keeps_exact(sequence.length, end, windows))
             rows = self.arena.cell(page, ROWS)
             n = min(PAGE_TOKENS - rows, tokens - done)
             k_rows, v_rows = k[:, done : done + n], v[:, done : done + n]

@@ -26,6 +26,7 @@ def facts(run: Run, summary: Summary) -> list[tuple[str, str]]:
     found += [
         ("pages closed", f"{summary.pages_closed:,}"),
         ("planes shed", f"{sum(shed.values()):,}: {shed['k']:,} of K, {shed['v']:,} of V"),
+        *([("exact rows shed", f"of {summary.exact_shed:,} pages")] if summary.exact_shed else []),
         ("bits decided", f"{format_figure(summary.decided_bits)} on average at the end"),
     ]
     if summary.bits_history is not None:

@@ -91,8 +91,8 @@ class Module:
     ) -> None:
         """Launch a kernel; tensors are passed as pointers, int as 32 bits, ctypes values as they are.
 
-        ``shared`` is the shared memory of a block in bytes that the launch provides. A kernel that is launched ``early``
-        may start before the one in front of it has finished, for which it has to wait itself, where the GPU can do that.
+        ``shared`` is the shared memory of a block in bytes that the launch provides. A kernel launched ``early`` may
+        start before the one in front of it has finished, for which it has to wait itself, where the GPU can do that.
         """
         if name not in self.functions:
             found = ctypes.c_void_p()
