@@ -83,7 +83,8 @@ class LaminaCache(Cache):
     codec : CodecConfig
         How closed pages are written.
     max_bytes : int, optional
-        Upper bound on the bytes of the packed layers; planes are shed, least predicted loss first, to stay below it.
+        Upper bound on the bytes of the packed layers; planes are shed, least predicted loss first, to stay below it,
+        and exact rows when no plane is left.
     controller : Controller, ControllerConfig or "tuned", optional
         Decides the tiers of pages that close from now on, starting with ``tiers``, or with what the policy makes of
         the drift in a tuned profile. ``"tuned"`` stands for the settings in the profile. A :class:`Controller` keeps
