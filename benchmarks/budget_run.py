@@ -2,8 +2,8 @@
 
     python benchmarks/budget_run.py --model MODEL --profile P --text traces.jsonl --share 0.7
 
-The limit is a share of what INT4 everywhere would take at the end, windows and tables included. Planes go first, then
-exact rows; base planes and open pages stay, so a share below theirs cannot be met, and the benchmark says where that is.
+The limit is a share of what INT4 everywhere would take at the end, windows and tables included. Planes go first, exact
+rows last; base planes and open pages stay, so a share below theirs cannot be met, and the benchmark says where that is.
 """
 
 import argparse
@@ -69,7 +69,8 @@ def main() -> None:
             "int2_share": f"{need[2] / need[4]:.3f}", "tokens": cache.get_seq_length(), "most_bytes": most,
             "over": most > limit, "planes_shed": cache.pager.planes_shed,
             "to_4_bits": sum(e["bits"] == 4 for e in shed), "to_2_bits": sum(e["bits"] == 2 for e in shed),
-            "exact_shed": cache.pager.exact_shed, "k_planes": sum(e["side"] == "k" for e in shed), "v_planes": sum(e["side"] == "v" for e in shed),
+            "exact_shed": cache.pager.exact_shed,
+            "k_planes": sum(e["side"] == "k" for e in shed), "v_planes": sum(e["side"] == "v" for e in shed),
             "bits_history": f"{cache.bits()['history']:.3f}", "seconds": f"{time.perf_counter() - start:.0f}",
             "outcome": outcome,
         }  # fmt: skip
