@@ -31,7 +31,7 @@ clean:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,dev,eval]'
 	touch $@
 
 $(OLDEST)/.installed: $(INSTALLED) constraints-oldest.txt
