@@ -45,7 +45,7 @@ def shed(layer, start, side, bits):
 
 def memory(tokens, n_bytes, history=3.0, context=6.0, seconds=2.0, host=0):
     kinds = {"codes": n_bytes - host - 1000, "windows": 1000} | ({"host_layers": host} if host else {})
-    fields = {"bits_history": history, "bits_at_context": context, "planes_shed": 0}
+    fields = {"bits_history": history, "bits_at_context": context, "planes_shed": 0, "exact_shed": 0}
     return {"event": "memory", "seconds": seconds, "tokens": tokens, "bytes": n_bytes, "kinds": kinds, **fields}
 
 

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from lamina import __version__
-from lamina.errors import LaminaError
+from lamina.errors import ConfigError, LaminaError
 
 FAILURE = 2
 """Exit code of every mistake that Lamina can name."""
@@ -173,7 +173,7 @@ def generate(
     sink: Sink = 64,
     recent: Recent = 256,
     max_bytes: Annotated[
-        str | None, typer.Option(help="Bound on the cache, such as 512M or 2G; planes are shed to stay below it.")
+        str | None, typer.Option(help="Bound on the cache, such as 512M or 2G; planes, then exact rows are shed.")
     ] = None,
     live: Annotated[
         bool | None,
@@ -358,6 +358,8 @@ def trace(
 
     screen = Screen()
     if json:
+        if output is not None or layers is not None:
+            raise ConfigError("--json writes no page; leave out -o and --layers, or --json")
         screen.json(summarise_trace(file))
     else:
         written = run_trace(TraceRequest(file, output, layers))

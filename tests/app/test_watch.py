@@ -18,6 +18,7 @@ MEMORY = {
     "bits_history": 3.5,
     "bits_at_context": 10.0,
     "planes_shed": 7,
+    "exact_shed": 0,
 }
 FIRING = {"event": "firing"}
 

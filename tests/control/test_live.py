@@ -323,3 +323,20 @@ def test_long_drafts_count_as_decoding() -> None:
     for part in ids[:, 400:].split(20, 1):
         logits_of(model, part, **cache_kwarg(model, cache))
     assert [f.step for f in heard] == [20, 40, 60, 80, 100]
+
+
+def test_the_ring_says_nothing_when_its_keys_were_shed() -> None:
+    """One key left has a softmax of 1 whatever its bits: a drift of 0 that would demote every layer."""
+    model, ids = build("Llama"), tokens(1, 260)
+    window = WindowConfig(64, 64, 0)
+    config = ControllerConfig(rate=1.0, canary="ring", policy="threshold", tau0=0.02)  # type: ignore[arg-type]
+    cache = LaminaCache(model, profile_of("Llama"), window=window, controller=config)
+    heard: list[Firing] = []
+    assert cache.control is not None
+    cache.control.on_firing = heard.append
+    logits_of(model, ids[:, :192], **cache_kwarg(model, cache))
+    for layer in cache.ours:
+        for _, _, page in layer.store.exact_candidates():
+            layer.store.shed_exact(page)
+    decode(model, cache, ids, 192)
+    assert [f.context for f in heard] == list(range(256, 261))

@@ -386,3 +386,25 @@ def test_rows_with_gradients_are_stored_without_them() -> None:
         model(input_ids=tokens(1, 1), **cache_kwarg(model, cache))
     assert lengths(cache) == {71}
     assert not cache.layers[0].store.arena.exact.data[0].requires_grad
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_the_first_prompt_under_a_limit(share: float) -> None:
+    """All layers give up the same, the bytes stay below the limit, or the error says what the whole prompt needs."""
+    model, ids = build("Llama"), tokens(2, 700)
+    free, least = fresh(model, tiers=8), fresh(model, tiers=2, window=WindowConfig(0, 0, 0))
+    for cache in (free, least):
+        feed(model, cache, ids, 700)
+    most, fewest = (sum(c.memory().values()) for c in (free, least))
+    limit = int(fewest + share * (most - fewest))
+    cache = fresh(model, tiers=8, max_bytes=limit)
+    feed(model, cache, ids, 700)
+    assert sum(cache.memory().values()) == cache.budget.used <= limit
+    kept = [[row[10] >= 0 for row in s.arena.table[s.sequences[0].pages].tolist()] for s in cache.stores]
+    assert kept[0] == kept[1]
+    tight = fresh(model, tiers=8, max_bytes=fewest - 1)
+    with pytest.raises(MemoryBudgetError, match=f"{fewest:,} bytes are needed"):
+        feed(model, tight, ids, 700)
+    assert tight.stores[0].sequences == []
+    feed(model, tight, ids[:1], 700)
+    assert lengths(tight) == {700}

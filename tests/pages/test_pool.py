@@ -60,15 +60,15 @@ def test_growth_is_generous_only_within_the_budget() -> None:
 def test_a_budget_asks_for_what_is_short_and_says_what_is_missing() -> None:
     budget = Budget(1000)
     budget.ensure(lambda: 1000)
-    asked: list[tuple[int, bool]] = []
+    asked: list[tuple[int, int]] = []
 
-    def reclaim(short: int, exact_too: bool) -> None:
-        asked.append((short, exact_too))
+    def reclaim(short: int, ranks: int) -> None:
+        asked.append((short, ranks))
         budget.used -= 30 if len(asked) == 1 else 0
 
     budget.used, budget.reclaim = 990, reclaim
-    budget.ensure(lambda: 40, exact_too=False)
-    assert asked == [(30, False)] and budget.used == 960
+    budget.ensure(lambda: 40, ranks=1)
+    assert asked == [(30, 1)] and budget.used == 960
     with pytest.raises(MemoryBudgetError, match=r"max_bytes=1,000 is too small: 1,200 bytes are needed now.*raise max"):
         budget.ensure(lambda: 240)
     assert issubclass(MemoryBudgetError, LaminaError) and issubclass(MemoryBudgetError, MemoryError)

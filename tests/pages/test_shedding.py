@@ -347,6 +347,68 @@ def test_pages_that_cannot_have_their_tier_are_written_with_less(rows: Rows) -> 
     for budget, written in ((sizes[8, 8], 8), (sizes[8, 8] - 1, 4), (sizes[4, 4] - 1, 2)):
         store, _ = make_store(HEADS, DIM, tiers=(8, 8), budget=Budget(budget))
         closed: list[tuple[int, int]] = []
-        store.on_close = lambda starts, bits, closed=closed: closed.append(bits)
+        store.on_close = lambda starts, bits, missed, closed=closed: closed.append(bits)
         store.append(k, v)
         assert closed == [(written, written)] and storage_bytes(store) == sizes[written, written]
+
+
+def exact_starts(store: LayerStore) -> list[int]:
+    rows = store.arena.table[store.sequences[0].pages].tolist()
+    return [row[0] for row in rows if row[EXACT] >= 0]
+
+
+def test_a_byte_too_few_costs_what_is_needed_least(rows: Rows) -> None:
+    """A prompt: roll-back rows first, then recent ones, then the first tokens'; nothing that still fits."""
+    k, v = (x[:1, :, :850] for x in rows[0])
+    window = WindowConfig(64, 256, 64)
+    free, _ = make_store(HEADS, DIM, tiers=(2, 2), window=window)
+    free.append(k, v)
+    assert exact_starts(free) == [0, 512, 576, 640, 704, 768, 832]
+    slot, needed = free.arena.exact.slot_bytes, storage_bytes(free)
+    for short, left in ((1, [0, 576, 640, 704, 768, 832]), (slot + 1, [0, 832]), (5 * slot + 1, [832])):
+        store, _ = make_store(HEADS, DIM, tiers=(2, 2), window=window, budget=Budget(needed - short))
+        missed: list[int] = []
+        store.on_close = lambda starts, bits, lost, missed=missed: missed.extend(lost)
+        attach_pager(store.budget, lambda store=store: [store])
+        store.append(k, v)
+        assert exact_starts(store) == left, short
+        assert sorted([*left, *missed]) == exact_starts(free)
+
+
+def test_old_recent_rows_go_before_the_new_ones_of_a_chunk(rows: Rows) -> None:
+    k, v = (x[:1] for x in rows[0])
+    window = WindowConfig(64, 256, 64)
+    free, _ = make_store(HEADS, DIM, tiers=(2, 2), window=window)
+    free.append(k[:, :, :850], v[:, :, :850])
+    budget = Budget(None)
+    store, _ = make_store(HEADS, DIM, tiers=(2, 2), window=window, budget=budget)
+    attach_pager(budget, lambda: [store])
+    store.append(k[:, :, :600], v[:, :, :600])
+    budget.max_bytes = storage_bytes(free)
+    store.append(k[:, :, 600:850], v[:, :, 600:850])
+    assert storage_bytes(store) <= budget.max_bytes
+    assert set(exact_starts(store)) >= {0, 576, 640, 704, 768, 832}
+
+
+def test_a_copy_needs_no_more_than_the_original(rows: Rows) -> None:
+    """First tokens whose exact rows were shed do not count for slots."""
+    k, v = (x[:, :, :330] for x in rows[0])
+    store, _ = make_store(HEADS, DIM, tiers=(2, 2), window=WINDOW)
+    store.append(k, v)
+    for _, _, page in store.exact_candidates():
+        store.shed_exact(page)
+    store.compact()
+    copy, _ = make_store(HEADS, DIM, tiers=(2, 2), window=WINDOW, budget=Budget(storage_bytes(store)))
+    copy.extend(store)
+    assert storage_bytes(copy) == storage_bytes(store)
+    check_slots(copy)
+
+
+def test_a_failed_first_call_leaves_the_batch_open(rows: Rows) -> None:
+    k, v = (x[:, :, :50] for x in rows[0])
+    store, _ = make_store(HEADS, DIM, budget=Budget(50_000))
+    with pytest.raises(MemoryBudgetError):
+        store.append(k, v)
+    assert store.sequences == [] and storage_bytes(store) == 0
+    store.append(k[:1], v[:1])
+    assert [s.length for s in store.sequences] == [50]

@@ -78,6 +78,7 @@ class MemoryUse:
     bits_history: float | None
     bits_at_context: float | None
     planes_shed: int
+    exact_shed: int = 0
 
     @property
     def bf16_bytes(self) -> float | None:
@@ -101,7 +102,9 @@ class Run:
     closed : int
         Pages that were encoded, once for every time.
     shed : Counter
-        Planes dropped, by side (``k``, ``v``).
+        Planes dropped, by side (``k``, ``v``), and pages that lost their exact rows (``exact``).
+    inexact : dict
+        Layer -> first positions of those pages.
     rewritten : bool
         Whether pages were closed at positions where one was closed already, by another sequence or a later run.
     context : int
@@ -120,6 +123,7 @@ class Run:
     pages: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     closed: int = 0
     shed: Counter[str] = field(default_factory=Counter)
+    inexact: dict[int, set[int]] = field(default_factory=dict)
     rewritten: bool = False
     context: int = 0
     seconds: float = 0.0
@@ -227,6 +231,7 @@ def _closed(run: Run, event: dict[str, Any]) -> None:
     pages = _pages(run, event)
     run.rewritten |= len(set(starts)) < len(starts) or not pages.keys().isdisjoint(starts)
     pages.update({start: [k, v] for start in starts})
+    run.inexact.get(event["layer"], set()).difference_update(starts)
     run.closed += len(starts)
     run.context = max([run.context, *(start + run.start.page_tokens for start in starts)])
 
@@ -235,6 +240,8 @@ def _shed(run: Run, event: dict[str, Any]) -> None:
     run.shed[event["side"]] += 1
     if event["side"] == "exact":
         _pairs([event["bits"]], 1)
+        _pages(run, event)
+        run.inexact.setdefault(event["layer"], set()).add(int(event["start"]))
         return
     side = "kv".index(event["side"])
     _pages(run, event).setdefault(int(event["start"]), [0, 0])[side] = _bits(event["bits"])
@@ -246,6 +253,7 @@ def _memory(run: Run, event: dict[str, Any]) -> None:
         MemoryUse(
             run.seconds, int(event["tokens"]), int(event["bytes"]), kinds,
             _number(event["bits_history"]), _number(event["bits_at_context"]), int(event["planes_shed"]),
+            int(event["exact_shed"]),
         )
     )  # fmt: skip
     run.context = run.memory[-1].tokens

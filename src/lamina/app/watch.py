@@ -87,7 +87,7 @@ class Watch:
         elif event["event"] == "memory":
             self.used = MemoryUse(
                 0.0, event["tokens"], event["bytes"], event["kinds"], event["bits_history"], event["bits_at_context"],
-                event["planes_shed"],
+                event["planes_shed"], event["exact_shed"],
             )  # fmt: skip
             if self.live is not None:
                 self._draw()
@@ -128,6 +128,8 @@ class Watch:
             against = f" ({used.n_bytes / bf16:.0%} of bf16)" if bf16 else ""
             parts.append(f"{format_bytes(used.n_bytes)}{against}")
             parts.append(f"planes shed: {used.planes_shed:,}")
+            if used.exact_shed:
+                parts.append(f"exact rows of {used.exact_shed:,} pages")
         return "; ".join(parts)
 
     def __rich__(self) -> Group:

@@ -33,7 +33,9 @@ class GaussianRows:
 @cache
 def gaussian_rows(codec: CodecConfig, head_dim: int) -> GaussianRows:
     """Measure the constants on random rows, the same ones every time."""
-    rows = torch.randn(PAGES, 1, 64, head_dim, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(
+        PAGES, 1, 64, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )  # fmt: skip
     variance, error = [], []
     for center, clip in ((codec.center, codec.clip_k), (False, codec.clip_v)):
         steps, errors = [], []

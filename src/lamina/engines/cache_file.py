@@ -112,6 +112,8 @@ def _fill(cache: "LaminaCache", meta: dict[str, Any], tensors: dict[str, Tensor]
     columns = tensors.get("padding")
     if columns is not None and columns.shape != (len(meta["lengths"]), meta["seen"]):
         raise CacheStateError(f"the padding has shape {tuple(columns.shape)}; read the prompt again")
+    if columns is not None:
+        cache.budget.ensure(columns.numel)
     cache.padding.keep(columns)
     if cache.padding.lengths(len(meta["lengths"]), meta["seen"]) != meta["lengths"]:
         raise CacheStateError(f"the padding does not fit lengths {meta['lengths']}; read the prompt again")

@@ -25,9 +25,10 @@ from lamina.engines import host_layers
 from lamina.engines.hf_layer import ATTENTION, HANDLE, LaminaLayer, lamina_attention
 from lamina.engines.hf_settings import Tiers, check_canary, layer_scaling, make_controller, parse_tiers
 from lamina.engines.padding import Padding
-from lamina.errors import CacheStateError, ConfigError
+from lamina.errors import CacheStateError, ConfigError, MemoryBudgetError
 from lamina.pages import Budget, WindowConfig
 from lamina.pages.pager import attach_pager
+from lamina.pages.store import CUTS
 
 __all__ = ["ATTENTION", "HANDLE", "LaminaCache", "LaminaLayer", "Snapshot", "Tiers", "lamina_attention"]
 
@@ -172,6 +173,7 @@ class LaminaCache(Cache):
         if self.control is not None:
             self.control.on_firing = lambda firing: weak.emit("firing", **asdict(firing))
         self.events: list[dict[str, Any]] = []
+        self.cut = CUTS[0]
 
     @property
     def stores(self) -> list[Any]:
@@ -284,7 +286,8 @@ class LaminaCache(Cache):
         batch = self.ours[0].batch_size
         if not chosen or any(not 0 <= i < batch for i in chosen):
             raise CacheStateError(f"cannot select sequences {chosen} of a cache of {batch}")
-        self.budget.ensure(lambda: sum(s.replace_bytes([s.sequences[i] for i in chosen]) for s in self.stores))
+        padded = 0 if self.padding.columns is None else self.padding.columns[chosen].numel() - self.padding.n_bytes
+        self.budget.ensure(lambda: padded + sum(s.replace_bytes([s.sequences[i] for i in chosen]) for s in self.stores))
         index = torch.tensor(chosen)
         for i in [*self.geometry.packed, *self.hosts]:
             self.layers[i].reorder_cache(index)
@@ -357,7 +360,8 @@ class LaminaCache(Cache):
             raise CacheStateError("this snapshot was released, or is of another cache; take one with cache.snapshot()")
         self.collect()
         stored = [(layer.store, taken) for layer, taken in zip(self.ours, snapshot.stores) if layer.store is not None]
-        self.budget.ensure(lambda: sum(store.replace_bytes(taken) for store, taken in stored))
+        padded = 0 if snapshot.padding is None else snapshot.padding.numel() - self.padding.n_bytes
+        self.budget.ensure(lambda: padded + sum(store.replace_bytes(taken) for store, taken in stored))
         self.running = False
         for layer, taken in zip(self.ours, snapshot.stores):
             layer.pending = 0
@@ -449,16 +453,36 @@ class LaminaCache(Cache):
                 "take a new cache"
             )
 
-    def make_room(self, real: Tensor | None, batch: int, tokens: int) -> None:
-        """Find room for a chunk in all layers, so that what does not fit is stored in none of them."""
+    def make_room(self, real: Tensor | None, batch: int, tokens: int, dtype: torch.dtype) -> None:
+        """Find room for a chunk in all layers, giving up as little as goes, the same in all of them.
+
+        What does not fit is stored in none.
+        """
+        self.cut = CUTS[0]
+        if self.budget.max_bytes is None:
+            return
         before = self.seen - tokens
         counts = [tokens] * batch if real is None else real.sum(1).tolist()
 
         def need() -> int:
             grown = self.padding.growth(real, batch, before, tokens)
-            return grown + sum(store.append_bytes(counts) for store in self.stores if store.sequences)
+            return grown + sum(layer.append_bytes(counts, self.cut, dtype) for layer in self.ours)
 
-        self.budget.ensure(need)
+        for self.cut in CUTS:
+            try:
+                self.budget.ensure(need, ranks=self.cut.ranks)
+            except MemoryBudgetError:
+                if self.cut == CUTS[-1]:
+                    raise
+            else:
+                return
+
+    def closed(self, layer: int, starts: list[int], bits: tuple[int, int], missed: list[int]) -> None:
+        """Pages of a layer were closed, those that start at ``missed`` without the exact rows they should keep."""
+        self.emit("closed", layer=layer, starts=starts, tier=list(bits))
+        self.pager.exact_shed += len(missed)
+        for start in missed:
+            self.emit("shed", layer=layer, start=start, side="exact", bits=list(bits), loss=None)
 
     def check_positions(self, position_ids: Any, real: Tensor | None) -> None:
         """Raise CacheStateError if a chunk's positions say that the cache has read its tokens already."""

@@ -17,7 +17,8 @@ from lamina.basis.host_attention import host_attention
 from lamina.codec.gaussian import gaussian_rows
 from lamina.control.live import LiveControl
 from lamina.errors import CacheStateError, UnsupportedModelError
-from lamina.pages import LayerStore
+from lamina.pages import Budget, LayerStore
+from lamina.pages.store import Cut
 
 if TYPE_CHECKING:
     from lamina.engines.hf import LaminaCache
@@ -61,21 +62,25 @@ class LaminaLayer(CacheLayerMixin):
         cache, i = self.cache, self.index
         profile = cache.profile.layers[i]
         encoder = PageEncoder(profile, cache.codec, cache.scaling[i], device)
-        self.store = LayerStore(
-            profile.n_kv_heads,
-            profile.head_dim,
-            dtype,
-            device,
-            window=cache.window,
-            encoder=encoder,
-            tiers=lambda: cache.tiers[i],
-            budget=cache.budget,
-            centered=cache.codec.center,
-            name=f"layer {i}",
-            on_close=lambda starts, bits: cache.emit("closed", layer=i, starts=starts, tier=list(bits)),
-        )
+        self.store = self._empty_store(dtype, device, encoder, cache.budget)
         self.basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
         self.is_initialized = True
+
+    def _empty_store(self, dtype: torch.dtype, device: torch.device | str, encoder: Any, budget: Budget) -> LayerStore:
+        cache, i = self.cache, self.index
+        profile = cache.profile.layers[i]
+        return LayerStore(
+            profile.n_kv_heads, profile.head_dim, dtype, device, window=cache.window, encoder=encoder,
+            tiers=lambda: cache.tiers[i], budget=budget, centered=cache.codec.center, name=f"layer {i}",
+            on_close=lambda starts, bits, missed: cache.closed(i, starts, bits, missed),
+        )  # fmt: skip
+
+    def append_bytes(self, tokens: list[int], cut: Cut, dtype: torch.dtype) -> int:
+        """Bytes that appending so many rows to each sequence must allocate, whether there is a store yet or not."""
+        store = self.store
+        if store is None:
+            store = self._empty_store(dtype, "cpu", None, Budget())
+        return store.append_bytes(tokens, cut)
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -103,8 +108,8 @@ class LaminaLayer(CacheLayerMixin):
             if self.index == self.cache.ours[0].index:
                 if tokens > 1:
                     self.cache.check_positions(kwargs.get("position_ids"), real)
-                self.cache.make_room(real, batch, tokens)
-            self.store.append(key, value, real)
+                self.cache.make_room(real, batch, tokens, key.dtype)
+            self.store.append(key, value, real, self.cache.cut)
             self.pending = 0
             padding.grow(real, batch, before, tokens)
             control = self.cache.control if real is None else None

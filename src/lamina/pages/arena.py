@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.pages.layout import RecordLayout
-from lamina.pages.pool import Budget, Field, Pool
+from lamina.pages.pool import ALL_RANKS, Budget, Field, Pool
 from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row
 
 USERS, HOLDERS = 0, 1
@@ -72,12 +72,12 @@ class Arena:
         k, v = (8 if row[FINEST + 2 * s] >= 0 else 4 if row[FINE + s] >= 0 else 2 for s in (0, 1))
         return k, v
 
-    def reserve(self, pages: int, slabs: int, exact: int, other: int = 0, *, exact_too: bool = True) -> None:
+    def reserve(self, pages: int, slabs: int, exact: int, other: int = 0, *, ranks: int = ALL_RANKS) -> None:
         """Make sure that so many slots can be handed out, and that ``other`` bytes fit the budget besides.
 
-        ``exact_too``: whether exact rows may be shed for that.
+        ``ranks``: how many ranks of exact rows may be shed for that.
         """
-        self.budget.ensure(lambda: self.missing_bytes(pages, slabs, exact, other), exact_too=exact_too)
+        self.budget.ensure(lambda: self.missing_bytes(pages, slabs, exact, other), ranks=ranks)
         for pool, n in zip(self.pools, (pages, slabs, exact)):
             pool.reserve(n)
 

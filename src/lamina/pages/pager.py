@@ -25,11 +25,11 @@ class Pager:
         self.planes_shed = self.exact_shed = 0
         self.on_shed: Callable[[str, int, str, int | tuple[int, int], float | None], None] | None = None
 
-    def reclaim(self, short: int, exact_too: bool) -> None:
+    def reclaim(self, short: int, ranks: int) -> None:
         """Free at least ``short`` bytes if dropping can: planes of least loss and of the oldest page, then exact rows.
 
-        Exact rows go in this order: those kept for rolling back alone, recent ones, those of the first tokens; the
-        oldest first.
+        Exact rows go by rank: those kept for rolling back alone, recent ones, those of the first tokens; the oldest
+        first. Only so many ``ranks`` may go.
         """
         stores = self.stores()
         spare = sum(len(pool.free) * pool.slot_bytes for s in stores for pool in s.arena.pools)
@@ -50,8 +50,8 @@ class Pager:
                 self.on_shed(stores[i].name, start, "kv"[side], 4 if left is not None else 2, loss)
             if left is not None:
                 heapq.heappush(queue, (left[0], left[1], i, page, side))
-        if spare < short and exact_too:
-            rows = sorted((*found, i) for i, s in enumerate(stores) for found in s.exact_candidates())
+        if spare < short and ranks:
+            rows = sorted((*x, i) for i, s in enumerate(stores) for x in s.exact_candidates() if x[0] < ranks)
             for _, start, page, i in rows:
                 if spare >= short:
                     break

@@ -9,6 +9,7 @@ import torch
 from lamina.errors import MemoryBudgetError
 
 GROWTH = 1 / 32
+ALL_RANKS = 3
 
 
 class Budget:
@@ -23,27 +24,27 @@ class Budget:
     Attributes
     ----------
     reclaim : callable or None
-        Called with the number of bytes that are short, and whether exact rows may go too; frees what it can.
+        Called with the number of bytes that are short, and the ranks of exact rows that may go; frees what it can.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes
         self.used = 0
-        self.reclaim: Callable[[int, bool], None] | None = None
+        self.reclaim: Callable[[int, int], None] | None = None
 
-    def ensure(self, need: Callable[[], int], *, exact_too: bool = True) -> None:
+    def ensure(self, need: Callable[[], int], *, ranks: int = ALL_RANKS) -> None:
         """Make room for ``need()`` more bytes, shedding if that helps, or raise MemoryBudgetError.
 
-        Exact rows go last, and only if ``exact_too`` says so.
+        Exact rows go last, and only those of the first ``ranks`` ranks (roll-back, recent, first tokens).
         """
-        if self.max_bytes is None:
+        if self.max_bytes is None or need() <= 0:
             return
         short = self.used + need() - self.max_bytes
         # Reclaiming gives free slots back too, which changes the need: look again until nothing more can be freed.
         before = self.used + 1
         while short > 0 and self.reclaim is not None and self.used < before:
             before = self.used
-            self.reclaim(short, exact_too)
+            self.reclaim(short, ranks)
             short = self.used + need() - self.max_bytes
         if short > 0:
             raise MemoryBudgetError(

@@ -19,7 +19,30 @@ from lamina.pages.table import EXACT, FINE, ROWS, START, TIER
 from lamina.pages.view import StoreView
 
 ENCODE_BATCH = 64
-LOWEST = (2, 2)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What rows lose for lack of bytes when they are appended.
+
+    Attributes
+    ----------
+    bits : int
+        Most bits of a page that closes.
+    windows : int
+        Pages that close keep their exact rows: 3 as the windows say, 2 without those for rolling back, 1 first tokens
+        alone, 0 never.
+    ranks : int
+        Ranks of older exact rows that may go instead.
+    """
+
+    bits: int
+    windows: int
+    ranks: int
+
+
+CUTS = (Cut(8, 3, 0), Cut(4, 3, 0), Cut(2, 3, 0), Cut(2, 3, 1), Cut(2, 2, 2), Cut(2, 1, 2), Cut(2, 0, 3))
+"""From nothing to all that can be given up."""
 
 
 class Encoder(Protocol):
@@ -71,7 +94,8 @@ class LayerStore:
     name : str
         Named in errors.
     on_close : callable, optional
-        Called with the first positions of pages that were closed, and their bits.
+        Called with the first positions of pages that were closed, their bits, and those of them in the windows whose
+        exact rows were not kept for lack of bytes.
     """
 
     def __init__(
@@ -87,7 +111,7 @@ class LayerStore:
         budget: Budget,
         centered: bool = True,
         name: str = "layer",
-        on_close: Callable[[list[int], tuple[int, int]], None] | None = None,
+        on_close: Callable[[list[int], tuple[int, int], list[int]], None] | None = None,
     ) -> None:
         self.layout = RecordLayout(n_heads, head_dim, centered)
         self.arena = Arena(self.layout, dtype, device, budget)
@@ -108,7 +132,7 @@ class LayerStore:
         """Of the engine's rows."""
         return self.arena.device
 
-    def append(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor, real: Tensor | None = None, cut: Cut | None = None) -> None:
         """Append rows to the sequences, closing the pages that fill up.
 
         Exact rows that the queries at these positions may read are still there afterwards.
@@ -119,6 +143,8 @@ class LayerStore:
             ``[B, H, T, D]``, after RoPE and any norms.
         real : Tensor, optional
             bool ``[B, T]``: rows to store; the others are padding and leave no trace. Default: all.
+        cut : Cut, optional
+            What is given up for lack of bytes; the first of ``CUTS`` for which there is room unless told.
 
         Raises
         ------
@@ -134,17 +160,20 @@ class LayerStore:
         if real is not None:
             rows = [(k_row[:, keep], v_row[:, keep]) for (k_row, v_row), keep in zip(rows, real.to(k.device))]
         self._check_finite(k, v, rows)
-        if not self.sequences:
-            self.sequences = [Sequence() for _ in rows]
         self.settle()
-        bits, windows = self._make_room([k_row.shape[1] for k_row, _ in rows])
+        bits, windows = self._make_room([k_row.shape[1] for k_row, _ in rows], cut)
+        if not self.sequences:
+            self.sequences, self._page_ids = [Sequence() for _ in rows], None
         closed: list[tuple[int, Tensor, Tensor]] = []
+        missed: list[int] = []
         for sequence, (k_row, v_row) in zip(self.sequences, rows):
-            self._append_one(sequence, k_row, v_row, closed, windows)
+            missed += self._append_one(sequence, k_row, v_row, closed, windows)
         for i in range(0, len(closed), ENCODE_BATCH):
             self._close(closed[i : i + ENCODE_BATCH], bits)
+        # The table of page ids counts from now on, not from when it is first read.
+        self.page_ids()
         if closed and self.on_close is not None:
-            self.on_close([self.arena.cell(page, START) for page, _, _ in closed], bits)
+            self.on_close([self.arena.cell(page, START) for page, _, _ in closed], bits, missed)
 
     def settle(self) -> None:
         """Release the exact rows that no later query, nor a roll-back, can read."""
@@ -173,9 +202,9 @@ class LayerStore:
                 self._crop_one(sequence, length)
         self._loosen()
 
-    def append_bytes(self, tokens: list[int]) -> int:
-        """Bytes that appending ``tokens[b]`` rows to each sequence must allocate now, with the fewest bits."""
-        return self.arena.missing_bytes(*self._append_slots(tokens, LOWEST, windows=False))
+    def append_bytes(self, tokens: list[int], cut: Cut) -> int:
+        """Bytes that appending ``tokens[b]`` rows to each sequence must allocate now, at one of ``CUTS``."""
+        return self.arena.missing_bytes(*self._append_slots(tokens, _cut_bits(self.tiers(), cut), cut.windows))
 
     def extend_bytes(self, other: "LayerStore") -> int:
         """Bytes that :meth:`extend` would allocate now."""
@@ -375,30 +404,29 @@ class LayerStore:
         """Bytes that the table of page ids grows by if the sequences have so many pages each."""
         return max(0, 4 * len(pages) * max(pages, default=0) - self._page_id_bytes)
 
-    def _make_room(self, tokens: list[int]) -> tuple[tuple[int, int], bool]:
-        """Reserve slots for rows.
+    def _make_room(self, tokens: list[int], cut: Cut | None) -> tuple[tuple[int, int], int]:
+        """Reserve slots for rows, giving up as little as goes.
 
-        Returns the bits of pages that close, fewer than wanted only if all other planes are shed, and whether pages in
-        the windows keep their exact rows, which is given up last.
+        Returns the bits of pages that close, and which of these keep their exact rows, see :class:`Cut`.
         """
         wanted = self.tiers()
-        for bits in dict.fromkeys((wanted, (min(wanted[0], 4), min(wanted[1], 4)), LOWEST)):
+        for choice in CUTS if cut is None else (cut,):
+            bits = _cut_bits(wanted, choice)
             try:
-                self.arena.reserve(*self._append_slots(tokens, bits), exact_too=False)
+                self.arena.reserve(*self._append_slots(tokens, bits, choice.windows), ranks=choice.ranks)
             except MemoryBudgetError:
-                continue
-            return bits, True
-        self.arena.reserve(*self._append_slots(tokens, LOWEST, windows=False))
-        return LOWEST, False
+                if choice in (cut, CUTS[-1]):
+                    raise
+            else:
+                return bits, choice.windows
+        raise AssertionError("unreachable")
 
-    def _append_slots(
-        self, tokens: list[int], bits: tuple[int, int], *, windows: bool = True
-    ) -> tuple[int, int, int, int]:
+    def _append_slots(self, tokens: list[int], bits: tuple[int, int], windows: int) -> tuple[int, int, int, int]:
         """Slots that appending ``tokens[b]`` rows to each sequence can take, as :meth:`Arena.reserve` counts them."""
         pages = exact = closing = 0
         widths = []
         shared: Counter[int] = Counter()
-        for s, n in zip(self.sequences, tokens):
+        for s, n in zip(self.sequences or [Sequence() for _ in tokens], tokens):
             page = self._open_page(s)
             rows = 0 if page is None else self.arena.cell(page, ROWS)
             first = s.length + (PAGE_TOKENS - rows if page is not None else 0)
@@ -423,7 +451,11 @@ class LayerStore:
     def _exact_of(self, other: "LayerStore", pages: list[int]) -> list[int]:
         """Those of another store's pages whose exact rows its sequences need, and not just a snapshot over there."""
         held = {p for s in other.sequences for p in s.held}
-        return [p for p in pages if p in held or other.arena.cell(p, START) < self.window.sink]
+        return [
+            p
+            for p in pages
+            if p in held or (other.arena.cell(p, START) < self.window.sink and other.arena.cell(p, EXACT) >= 0)
+        ]
 
     def _crop_slots(self, lengths: list[int]) -> tuple[int, int, int, int]:
         """Slots that cropping can take: a copy of every page that is cut and that others use too."""
@@ -440,10 +472,11 @@ class LayerStore:
                 slabs += n * has_slabs
         return pages, slabs, exact, 0
 
-    def _keeps_exact(self, start: int, length: int, windows: bool) -> bool:
+    def _keeps_exact(self, start: int, length: int, windows: int) -> bool:
         """Whether a page keeps its exact rows while the next query is at position ``length``: open, or in a window."""
-        in_window = start < self.window.sink or start >= self.window.kept_from(length)
-        return start + PAGE_TOKENS > length or (windows and in_window)
+        first = self.window.kept_from(length) if windows == 3 else self.window.exact_from(length)
+        in_window = (windows >= 1 and start < self.window.sink) or (windows >= 2 and start >= first)
+        return start + PAGE_TOKENS > length or in_window
 
     def _open_page(self, sequence: Sequence) -> int | None:
         """The page that the sequence's next row goes to, if it is there already."""
@@ -452,9 +485,13 @@ class LayerStore:
         return None
 
     def _append_one(
-        self, sequence: Sequence, k: Tensor, v: Tensor, closed: list[tuple[int, Tensor, Tensor]], windows: bool
-    ) -> None:
-        """Write rows ``[H, T, D]`` to the sequence's pages; pages that fill up are added to ``closed``."""
+        self, sequence: Sequence, k: Tensor, v: Tensor, closed: list[tuple[int, Tensor, Tensor]], windows: int
+    ) -> list[int]:
+        """Write rows ``[H, T, D]`` to the sequence's pages; pages that fill up are added to ``closed``.
+
+        Returns the first positions of pages that should keep their exact rows and do not, see :class:`Cut`.
+        """
+        missed = []
         tokens = k.shape[1]
         end = sequence.length + tokens
         page = self._open_page(sequence)
@@ -464,7 +501,10 @@ class LayerStore:
         done = 0
         while done < tokens:
             if page is None:
-                page = self._start_page(sequence, self._keeps_exact(sequence.length, end, windows))
+                start = sequence.length
+                exact = self._keeps_exact(start, end, windows)
+                missed += [start] if not exact and self._keeps_exact(start, end, CUTS[0].windows) else []
+                page = self._start_page(sequence, exact)
             rows = self.arena.cell(page, ROWS)
             n = min(PAGE_TOKENS - rows, tokens - done)
             k_rows, v_rows = k[:, done : done + n], v[:, done : done + n]
@@ -478,6 +518,7 @@ class LayerStore:
             if rows + n == PAGE_TOKENS:
                 closed.append((page, k_rows, v_rows))
                 page = None
+        return missed
 
     def _start_page(self, sequence: Sequence, exact: bool) -> int:
         held = exact and sequence.length >= self.window.sink
@@ -530,3 +571,7 @@ class LayerStore:
         """Encode full pages and write their records and planes."""
         k, v = self.encoder.encode(torch.stack([k for _, k, _ in pages]), torch.stack([v for _, _, v in pages]), *bits)
         self.arena.close([p for p, _, _ in pages], k, v, self.encoder.shed_loss(k, v))
+
+
+def _cut_bits(wanted: tuple[int, int], cut: Cut) -> tuple[int, int]:
+    return min(wanted[0], cut.bits), min(wanted[1], cut.bits)

@@ -35,18 +35,30 @@ def layer_pages(run: Run, layer: int) -> LayerPages:
         return LayerPages(layer, None, counts)
     width = tokens / size
     ticks = linear_ticks(LinearScale(tokens, 0, width), lambda value: f"{value:,.0f}")
-    exact = [(start / size, end / size) for start, end in exact_stretches(run)]
+    exact = [(start / size, end / size) for start, end in exact_stretches(run, run.inexact.get(layer, set()))]
     rows = [("K", sides[0]), ("V", sides[1])]
     picture = lay_out_strips(rows, width, [(t.at, t.text) for t in ticks], pitch=22.0, exact=exact)
     return LayerPages(layer, picture, counts)
 
 
-def exact_stretches(run: Run) -> list[tuple[int, int]]:
-    """Positions (from, to) that the next token reads exactly: the sink, and the recent tokens with the open page."""
+def exact_stretches(run: Run, inexact: set[int] = frozenset()) -> list[tuple[int, int]]:  # type: ignore[assignment]
+    """Positions (from, to) that the next token reads exactly: the sink, and the recent tokens with the open page.
+
+    Pages that start at ``inexact`` have lost their exact rows.
+    """
     size, tokens, window = run.start.page_tokens, run.context, run.start.window
     sink = min(window["sink"], tokens)
     recent = max(sink, tokens // size * size - window["recent"])
-    return [(start, end) for start, end in ((0, sink), (recent, tokens)) if end > start]
+    found: list[tuple[int, int]] = []
+    for first, last in ((0, sink), (recent, tokens)):
+        for start in range(first, last, size):
+            if start in inexact:
+                continue
+            joined = found and found[-1][1] == start and start > first
+            found[-1:] = (
+                [(found[-1][0], min(start + size, last))] if joined else [*found[-1:], (start, min(start + size, last))]
+            )
+    return found
 
 
 def _count(bits: list[int]) -> str:
