@@ -56,7 +56,7 @@ class RowStore:
         self.dtype, self.device = empty.exact[0].dtype, empty.exact[0].device
         self.sequences: list[Any] = []
 
-    def append(self, k: Tensor, v: Tensor, real: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor, real: Tensor | None = None, cut: object = None) -> None:
         """Append rows ``[B, H, T, D]``, those that are ``real [B, T]``."""
         if not self.sequences:
             self.sequences = [self.empty] * k.shape[0]
