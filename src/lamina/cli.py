@@ -224,6 +224,47 @@ def generate(
 
 
 @app.command()
+def evaluate(
+    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    profile: ProfileFile,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Tasks with commas: multi-key, multi-value, variable-tracking, aggregation with :TOKENS; answers, "
+            "humaneval with :FILE."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder of answers and summary; a run that stopped goes on there.")
+    ],
+    arms: Annotated[
+        str, typer.Option(help="Ways of keeping the cache, with commas; a wrong name lists them all.")
+    ] = "bf16,lamina-int2,lamina-k4v2",
+    n: Annotated[int, typer.Option("--n", min=1, help="Prompts of each task and seed.")] = 20,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of prompts, numbered from 0.")] = 3,
+    protocol: Annotated[
+        str, typer.Option(help="frozen: controllers warm up on other prompts, then stay; live: they go on throughout.")
+    ] = "frozen",
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in the tokenizer's chat template.")] = False,
+    sink: Sink = 64,
+    recent: Recent = 256,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Answer tasks with each arm and say whether they differ; can be interrupted."""
+    from lamina.app.evaluate import EvaluationRequest, run_evaluation
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    request = EvaluationRequest(
+        model, profile, arms, tasks, output, n, seeds, protocol, chat, sink, recent, dtype, device
+    )  # fmt: skip
+    report = run_evaluation(request, screen)
+    screen.show(report.markdown)
+    screen.remark(f"{report.summary}, {report.table} and {report.log} hold all of it")
+
+
+@app.command()
 def fidelity(
     model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
     profile: ProfileFile,

@@ -5,7 +5,7 @@ scipy and statsmodels; what is here says what they mean for a comparison of accu
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +75,7 @@ class Comparison:
 
 def compare(
     baseline: Sequence[bool],
-    arms: dict[str, Sequence[bool]],
+    arms: Mapping[str, Sequence[bool]],
     *,
     alpha: float = 0.05,
     power: float = 0.8,
@@ -87,7 +87,7 @@ def compare(
     ----------
     baseline : sequence of bool
         Which prompts it answered right.
-    arms : dict
+    arms : mapping
         Name -> the same for the same prompts, in the same order.
     alpha, power : float
         Of the tests, and of the smallest detectable difference.

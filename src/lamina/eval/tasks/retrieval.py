@@ -81,9 +81,14 @@ class LongContext(ABC):
     tokens: int
     chat: bool = False
 
-    name: ClassVar[str]
+    kind: ClassVar[str]
     max_new_tokens: ClassVar[int] = 64
     stop: ClassVar[tuple[str, ...]] = (".", "\n")
+
+    @property
+    def name(self) -> str:
+        """Kind and length."""
+        return f"{self.kind}-{self.tokens}"
 
     @abstractmethod
     def puzzle(self, rng: random.Random) -> Puzzle:
@@ -105,7 +110,7 @@ class LongContext(ABC):
         return named.issuperset(item.answers) and named.isdisjoint(item.wrong)
 
     def _item(self, name: str, tokenizer: "PreTrainedTokenizerBase") -> Item:
-        rng = random.Random(f"{name}-{self.tokens}")
+        rng = random.Random(name)
         puzzle = self.puzzle(rng)
         filler: list[str] = []
 
@@ -129,7 +134,7 @@ class MultiKey(LongContext):
     """
 
     distractors: int = 4
-    name = "multi-key"
+    kind = "multi-key"
 
     def puzzle(self, rng: random.Random) -> Puzzle:
         """See :class:`LongContext`."""
@@ -154,7 +159,7 @@ class MultiValue(LongContext):
 
     values: int = 3
     distractors: int = 4
-    name = "multi-value"
+    kind = "multi-value"
 
     def puzzle(self, rng: random.Random) -> Puzzle:
         """See :class:`LongContext`."""
@@ -180,7 +185,7 @@ class VariableTracking(LongContext):
 
     hops: int = 1
     chains: int = 1
-    name = "variable-tracking"
+    kind = "variable-tracking"
 
     def puzzle(self, rng: random.Random) -> Puzzle:
         """See :class:`LongContext`."""
@@ -221,7 +226,7 @@ class Aggregation(LongContext):
 
     words: int = 1
     times: int = 3
-    name = "aggregation"
+    kind = "aggregation"
 
     def puzzle(self, rng: random.Random) -> Puzzle:
         """See :class:`LongContext`."""

@@ -1,0 +1,135 @@
+"""What ``lamina evaluate`` does: tasks over arms with all that is needed to go on after an interruption."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamina.app.loading import load_config, load_model
+from lamina.app.output import check_output
+from lamina.app.screen import Screen
+from lamina.basis.geometry import model_geometry
+from lamina.basis.profile import Profile
+from lamina.errors import ConfigError
+from lamina.eval.arms import parse_arms
+from lamina.eval.log import Log
+from lamina.eval.protocol import Evaluation, Protocol
+from lamina.eval.summary import as_json, as_markdown, summarise
+from lamina.eval.tasks.answers import Answers
+from lamina.eval.tasks.base import Task
+from lamina.eval.tasks.code import HumanEval
+from lamina.eval.tasks.retrieval import Aggregation, LongContext, MultiKey, MultiValue, VariableTracking
+from lamina.pages import WindowConfig
+
+RETRIEVAL = {task.kind: task for task in (MultiKey, MultiValue, VariableTracking, Aggregation)}
+FILES = {"answers": Answers, "humaneval": HumanEval}
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What to answer, and how; fields are the options of ``lamina evaluate``."""
+
+    model: str
+    profile: Path
+    arms: str
+    tasks: str
+    output: Path
+    n: int = 20
+    seeds: int = 3
+    protocol: str = "frozen"
+    chat: bool = False
+    sink: int = 64
+    recent: int = 256
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Files that were written, and the table."""
+
+    log: Path
+    summary: Path
+    table: Path
+    markdown: str
+
+
+def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationReport:
+    """Answer what is not answered yet, and write the summary; settings are checked before the weights are read."""
+    arms = parse_arms(request.arms)
+    tasks = parse_tasks(request.tasks, request.chat)
+    protocol = _protocol(request.protocol)
+    window = WindowConfig(sink=request.sink, recent=request.recent)
+    if request.n < 1 or request.seeds < 1:
+        raise ConfigError(f"--n {request.n} and --seeds {request.seeds} must both be at least 1")
+    log_file = request.output / "answers.jsonl"
+    check_output(log_file, "-o", "answers.jsonl")
+    profile = Profile.load(request.profile)
+    limit = model_geometry(load_config(request.model, screen)).max_positions
+    for task in tasks:
+        if isinstance(task, LongContext) and task.tokens + task.max_new_tokens > limit:
+            raise ConfigError(
+                f"{task.name} and its answer exceed the model's {limit:,} positions; ask for fewer tokens"
+            )
+    # Arms and tasks are not among the settings: they can be added to a run.
+    settings = {
+        "model": request.model,
+        "profile": hashlib.sha256(request.profile.read_bytes()).hexdigest()[:16],
+        "n": request.n,
+        "seeds": request.seeds,
+        "protocol": str(protocol),
+        "chat": request.chat,
+        "sink": request.sink,
+        "recent": request.recent,
+        "dtype": request.dtype,
+    }
+    log = Log(log_file, settings)
+    loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device, profile=profile)
+    total = request.n * request.seeds * len(tasks) * len(arms)
+    with screen.progress(f"Answering {total:,} prompts with {len(arms)} arms", total) as done:
+        run = Evaluation(
+            loaded.model, loaded.tokenizer, profile, log, n=request.n, seeds=range(request.seeds), protocol=protocol,
+            window=window, progress=done,
+        )  # fmt: skip
+        run.run(tasks, arms)
+    scores = summarise(log)
+    markdown = as_markdown(scores)
+    summary, table = request.output / "summary.json", request.output / "summary.md"
+    screen.json(as_json(scores, settings), str(summary))
+    table.write_text(markdown, encoding="utf-8")
+    return EvaluationReport(log_file, summary, table, markdown)
+
+
+def parse_tasks(text: str, chat: bool) -> list[Task]:
+    """Tasks of a comma-separated list such as ``multi-key:2048,answers:gsm8k_test.jsonl``."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    tasks = [_task(name, chat) for name in names]
+    if not tasks or len({task.name for task in tasks}) < len(tasks):
+        raise ConfigError(f"--tasks {text!r} names {'a task twice' if tasks else 'no task'}; {_KNOWN}")
+    return tasks
+
+
+_KNOWN = f"name {', '.join(f'{kind}:TOKENS' for kind in RETRIEVAL)}, {', '.join(f'{kind}:FILE' for kind in FILES)}"
+
+
+def _task(text: str, chat: bool) -> Task:
+    kind, _, value = text.partition(":")
+    if kind in RETRIEVAL:
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"task {text!r} has no length; write {kind}:TOKENS, such as {kind}:2048")
+        task: Any = RETRIEVAL[kind](int(value), chat)
+    elif kind in FILES:
+        if not Path(value).is_file():
+            raise ConfigError(f"task {text!r} names no file; write {kind}:FILE")
+        task = Answers(Path(value), chat=chat) if kind == "answers" else HumanEval(Path(value))
+    else:
+        raise ConfigError(f"unknown task {text!r}; {_KNOWN}")
+    found: Task = task
+    return found
+
+
+def _protocol(text: str) -> Protocol:
+    try:
+        return Protocol(text)
+    except ValueError:
+        raise ConfigError(f"unknown protocol {text!r}; choose from {', '.join(Protocol)}") from None

@@ -1,0 +1,107 @@
+"""What a finished run says: accuracy against bits, arm by arm, each compared with the exact cache."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from lamina.eval.log import Log
+from lamina.eval.statistics import Comparison, Interval, compare, interval
+from lamina.json_values import finite
+
+BASELINE = "bf16"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One arm on one task, over all seeds.
+
+    Attributes
+    ----------
+    task, arm : str
+        Names.
+    n : int
+        Answers.
+    accuracy : Interval
+        Share of right ones, with a bootstrap interval.
+    by_seed : list of float
+        The same for every seed.
+    bits, bits_at_context : float or None
+        Bits an element of packed tokens, and of everything, averaged over prompts; None where nothing was packed.
+    tiers : list of (int, int) or None
+        Of the last answer, K and V by packed layer, of an arm with a controller.
+    against : Comparison or None
+        With the exact cache, if that was run.
+    """
+
+    task: str
+    arm: str
+    n: int
+    accuracy: Interval
+    by_seed: list[float]
+    bits: float | None
+    bits_at_context: float | None
+    tiers: list[tuple[int, int]] | None
+    against: Comparison | None
+
+
+def summarise(log: Log) -> list[Score]:
+    """Scores of everything in a log; an arm is compared once it has answered what the exact cache has."""
+    answers: dict[str, dict[str, dict[tuple[int, str], dict[str, Any]]]] = {}
+    for r in log.of(kind="answer"):
+        answers.setdefault(r["task"], {}).setdefault(r["arm"], {})[r["seed"], r["item"]] = r
+    found = []
+    for task, arms in answers.items():
+        base = arms.get(BASELINE, {})
+        paired = {
+            name: [bool(given[key]["right"]) for key in base]
+            for name, given in arms.items()
+            if name != BASELINE and given.keys() == base.keys()
+        }
+        compared = compare([bool(r["right"]) for r in base.values()], paired) if base else {}
+        found += [_score(task, name, list(given.values()), compared.get(name)) for name, given in arms.items()]
+    return found
+
+
+def _score(task: str, arm: str, records: Sequence[dict[str, Any]], against: Comparison | None) -> Score:
+    right = [float(r["right"]) for r in records]
+    seeds = sorted({r["seed"] for r in records})
+    by_seed = [float(np.mean([x for x, r in zip(right, records) if r["seed"] == seed])) for seed in seeds]
+    tiers = records[-1].get("tiers")
+    return Score(
+        task, arm, len(records), interval(right), by_seed, _mean(records, "bits_history"),
+        _mean(records, "bits_at_context"), [(k, v) for k, v in tiers] if tiers else None, against,
+    )  # fmt: skip
+
+
+def _mean(records: Sequence[dict[str, Any]], field: str) -> float | None:
+    known = [r[field] for r in records if r[field] is not None]
+    return float(np.mean(known)) if known else None
+
+
+def as_json(scores: Sequence[Score], settings: dict[str, Any]) -> dict[str, Any]:
+    """The aggregate document of a run."""
+    document: dict[str, Any] = finite({"settings": settings, "scores": [asdict(s) for s in scores]})
+    return document
+
+
+def as_markdown(scores: Sequence[Score]) -> str:
+    """A table a task."""
+    parts = []
+    for task in dict.fromkeys(s.task for s in scores):
+        rows = [s for s in scores if s.task == task]
+        head = ("arm", "bits", "at this context", "right", "95 %", "against bf16")
+        lines = [f"**{task}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for s in rows:
+            verdict = s.against.verdict() if s.against is not None else ""
+            band = f"{s.accuracy.low:.1%} to {s.accuracy.high:.1%}"
+            right = f"{s.accuracy.mean:.1%} of {s.n}"
+            cells = (s.arm, _figure(s.bits), _figure(s.bits_at_context), right, band, verdict)
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _figure(x: float | None) -> str:
+    return f"{x:.2f}" if x is not None else "–"

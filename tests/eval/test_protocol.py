@@ -1,0 +1,154 @@
+"""Evaluations that are interrupted and go on; warm-ups that touch nothing that is measured; scores by hand."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lamina.basis.calibrate import calibrate
+from lamina.basis.profile import Profile
+from lamina.control.config import ControllerConfig
+from lamina.errors import ConfigError, DataError
+from lamina.eval.arms import ARMS, Arm
+from lamina.eval.log import Log
+from lamina.eval.protocol import Evaluation, Protocol
+from lamina.eval.summary import as_json, as_markdown, summarise
+from lamina.eval.tasks.base import Item
+from lamina.pages import WindowConfig
+from tiny_llama import make_model, make_tokenizer
+
+WINDOW = WindowConfig(0, 64, 0)
+LIVE = replace(ARMS["lamina-live-3"], controller=ControllerConfig(policy="threshold", tau0=2e-4, rate=1 / 4))  # type: ignore[type-var,arg-type]
+CHOSEN: list[Arm] = [ARMS["bf16"], ARMS["lamina-int2"], LIVE]
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Random letters; right if the continuation begins with a letter of the first half of the bytes."""
+
+    pool: int = 10_000
+    name: str = "letters"
+    max_new_tokens: int = 6
+    stop: tuple[str, ...] = ()
+
+    def items(self, n: int, seed: int, tokenizer: Any) -> list[Item]:
+        numbers = [(seed * n + i) % self.pool for i in range(n)]
+        return [Item(str(i), "".join(random.Random(i).choices("abcdefgh ", k=300 + 10 * (i % 3))), ()) for i in numbers]
+
+    def grade(self, item: Item, text: str) -> bool:
+        return bool(text) and ord(text[0]) % 2 == 0
+
+
+@pytest.fixture(scope="module")
+def answering() -> tuple[Any, Any, Profile]:
+    model = make_model()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(4)
+    ids = torch.randint(2, 258, (4, 1, 256), generator=torch.Generator().manual_seed(0))
+    return model, make_tokenizer(), calibrate(model, iter(ids))
+
+
+def run(answering: Any, path: Path, protocol: str = "frozen", after: int | None = None, **options: Any) -> Log:
+    """A run, stopped by an exception once ``after`` answers of it were written."""
+    log = Log(path, {"protocol": protocol})
+    left = [after]
+
+    def progress(n: int) -> None:
+        if left[0] is not None and n == 1:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+    options = {"n": 3, "seeds": (0, 1), "warm_up": 2, "window": WINDOW, "progress": progress} | options
+    Evaluation(*answering, log, protocol=Protocol(protocol), **options).run([Letters()], CHOSEN)
+    return log
+
+
+@pytest.mark.parametrize("protocol", ["frozen", "live"])
+@pytest.mark.parametrize("after", [2, 8, 14, 17])
+def test_an_interrupted_run_goes_on_to_the_same_end(answering: Any, tmp_path: Path, protocol: str, after: int) -> None:
+    whole = run(answering, tmp_path / "whole.jsonl", protocol).records
+    assert len([r for r in whole if r["kind"] == "answer"]) == 18
+    path = tmp_path / "cut.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(answering, path, protocol, after)
+    assert len([r for r in Log(path, {"protocol": protocol}).records if r["kind"] == "answer"]) == after
+    with path.open("ab") as file:
+        file.write(b'{"kind": "answer", "task": "let')
+    assert run(answering, path, protocol).records == whole
+    assert run(answering, path, protocol).records == whole, "nothing is left to do"
+
+
+def test_a_live_controller_changes_its_mind_and_a_frozen_one_does_not(answering: Any, tmp_path: Path) -> None:
+    live = run(answering, tmp_path / "live.jsonl", "live").of(kind="answer", arm=LIVE.name)
+    assert len({json.dumps(r["controller"]["tracks"]) for r in live}) == len(live)
+    frozen = run(answering, tmp_path / "frozen.jsonl").of(kind="answer", arm=LIVE.name)
+    assert len({json.dumps(r["tiers"]) for r in frozen}) == 1 and "controller" not in frozen[0]
+
+
+def test_warm_ups_touch_nothing_that_is_measured(answering: Any, tmp_path: Path) -> None:
+    log = run(answering, tmp_path / "run.jsonl")
+    warm, measured = log.of(kind="warm-up"), {r["item"] for r in log.of(kind="answer")}
+    assert [w["seed"] for w in warm] == [0, 1] and all(len(w["items"]) == 2 for w in warm)
+    assert not measured & {i for w in warm for i in w["items"]}
+    assert warm[0]["items"] != warm[1]["items"]
+    small = Evaluation(*answering, Log(tmp_path / "x", {}), n=3, seeds=(0, 1), warm_up=2, window=WINDOW)
+    with pytest.raises(ConfigError, match="letters has no 2 prompts besides the 6 that are measured; lower --n"):
+        small.run([Letters(pool=7)], [LIVE])
+
+
+def test_the_same_prompts_in_the_same_order_for_all_arms(answering: Any, tmp_path: Path) -> None:
+    log = run(answering, tmp_path / "run.jsonl")
+    orders = {arm.name: [(r["seed"], r["item"]) for r in log.of(kind="answer", arm=arm.name)] for arm in CHOSEN}
+    assert len({tuple(order) for order in orders.values()}) == 1
+    bits = {arm.name: log.of(kind="answer", arm=arm.name)[0]["bits_history"] for arm in CHOSEN}
+    assert bits["bf16"] == 16 and 2 < bits["lamina-int2"] < 5
+    assert all(r["prompt_tokens"] >= 300 and r["tokens"] <= 6 for r in log.of(kind="answer"))
+
+
+def test_logs_of_other_runs_and_damage(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    Log(path, {"n": 3, "seeds": [0]}).append({"kind": "answer"})
+    assert Log(path, {"n": 3, "seeds": [0]}).records == [{"kind": "answer"}]
+    with pytest.raises(DataError, match=r"of a run with other settings \(n\)"):
+        Log(path, {"n": 4, "seeds": [0]})
+    path.write_bytes(b"not json\n")
+    with pytest.raises(DataError, match="cannot go on with"):
+        Log(path, {})
+    with pytest.raises(DataError, match="cannot go on with"):
+        Log(tmp_path, {})
+
+
+def answer(arm: str, seed: int, item: str, right: bool, bits: float | None) -> dict[str, Any]:
+    return {
+        "kind": "answer", "task": "t", "arm": arm, "seed": seed, "item": item, "right": right, "bits_history": bits,
+        "bits_at_context": 5.0,
+    }  # fmt: skip
+
+
+def test_scores_by_hand(tmp_path: Path) -> None:
+    log = Log(tmp_path / "log.jsonl", {})
+    rules: dict[str, Callable[[int], bool]] = {
+        "bf16": lambda i: i < 15,
+        "worse": lambda i: i < 5,
+        "part": lambda i: True,
+    }
+    for name, rule in rules.items():
+        for i in range(20 if name != "part" else 7):
+            log.append(answer(name, i // 10, str(i), rule(i), None if name == "bf16" else 2.0 + i % 2))
+    exact, worse, part = summarise(log)
+    assert (exact.arm, exact.n, exact.accuracy.mean, exact.by_seed) == ("bf16", 20, 0.75, [1.0, 0.5])
+    assert exact.bits is None and exact.against is None and worse.bits == 2.5
+    assert worse.against is not None and (worse.against.gained, worse.against.lost) == (0, 10)
+    assert worse.against.p == pytest.approx(2 * 0.5**10) and part.against is None, "an unfinished arm is not compared"
+    document = as_json([exact, worse, part], {"n": 10})
+    assert json.loads(json.dumps(document))["scores"][1]["against"]["odds_ratio"] == 0
+    table = as_markdown([exact, worse, part])
+    assert "| worse | 2.50 | 5.00 | 25.0% of 20 | 10.0% to 45.0% | worse by 50.0% |" in table
