@@ -167,3 +167,22 @@ def test_crops_of_each_sequence_are_checked_before_any() -> None:
         with pytest.raises(CacheStateError, match="cannot crop 100 tokens to"):
             store.crop(lengths)
     assert [page_contents(store, b) for b in range(2)] == then
+
+
+def test_a_crop_that_frees_more_than_it_copies_needs_no_room() -> None:
+    """Three sequences share everything; all are cut inside an old page, at the limit."""
+    budget = Budget()
+    store, k, v = store_of(1, 330, budget=budget, tiers=(2, 2), window=WindowConfig(0, 0, 0))
+    attach_pager(budget, lambda: [store])
+    store.select([0] * 3)
+    store.compact()
+    expected = [page_contents(store, b)[:1] for b in range(3)]
+    budget.max_bytes = budget.used
+    store.crop([100] * 3)
+    assert [s.length for s in store.sequences] == [100] * 3 and budget.used <= budget.max_bytes
+    assert [page_contents(store, b)[:1] for b in range(3)] == expected
+    check_slots(store)
+    tail = [k[[0] * 3, :, 100:130], v[[0] * 3, :, 100:130]]
+    budget.max_bytes = None
+    store.append(*tail)
+    check_slots(store)

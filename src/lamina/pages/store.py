@@ -197,9 +197,11 @@ class LayerStore:
             if not 0 <= length <= sequence.length:
                 raise CacheStateError(f"{self.name}: cannot crop {sequence.length} tokens to {length}")
         self.arena.reserve(*self._crop_slots(lengths))
-        for sequence, length in zip(self.sequences, lengths):
-            if length < sequence.length:
-                self._crop_one(sequence, length)
+        cropped = [(s, length) for s, length in zip(self.sequences, lengths) if length < s.length]
+        for sequence, length in cropped:
+            self._drop_tail(sequence, length)
+        for sequence, length in cropped:
+            self._cut_last(sequence, length)
         self._loosen()
 
     def append_bytes(self, tokens: list[int], cut: Cut) -> int:
@@ -458,19 +460,24 @@ class LayerStore:
         ]
 
     def _crop_slots(self, lengths: list[int]) -> tuple[int, int, int, int]:
-        """Slots that cropping can take: a copy of every page that is cut and that others use too."""
+        """Slots that cropping takes: copies of pages that are cut and that others use too, less what becomes free."""
         cut: Counter[int] = Counter()
+        gone: Counter[int] = Counter()
         for s, length in zip(self.sequences, lengths, strict=True):
-            starts = self.arena.table[s.pages, START].tolist() if 0 < length < s.length else []
-            cut.update([p for p, start in zip(s.pages, starts) if start < length][-1:])
-        pages = slabs = exact = 0
+            starts = self.arena.table[s.pages, START].tolist() if length < s.length else []
+            kept = sum(start < length for start in starts)
+            cut.update(s.pages[:kept][-1:] if starts else [])
+            gone.update(s.pages[kept:] if starts else [])
+        freed = [page for page, n in gone.items() if n == self.arena.users(page)]
+        slabs, exact = (-n for n in self.arena.slots_of(freed))
+        pages = -len(freed)
         for page, n in cut.items():
             n = min(n, self.arena.users(page) - 1)
             has_slabs, has_exact = self.arena.slots_of([page])
             pages, exact = pages + n, exact + n * has_exact
             if not has_exact:
                 slabs += n * has_slabs
-        return pages, slabs, exact, 0
+        return max(pages, 0), max(slabs, 0), max(exact, 0), 0
 
     def _keeps_exact(self, start: int, length: int, windows: int) -> bool:
         """Whether a page keeps its exact rows while the next query is at position ``length``: open, or in a window."""
@@ -540,16 +547,21 @@ class LayerStore:
         self.arena.release([page], gone)
         self._page_ids = None
 
-    def _crop_one(self, sequence: Sequence, length: int) -> None:
-        starts = self.arena.table[sequence.pages, START].tolist() if sequence.pages else []
-        kept = [p for p, start in zip(sequence.pages, starts) if start < length]
-        gone = sequence.pages[len(kept) :]
+    def _drop_tail(self, sequence: Sequence, length: int) -> None:
+        """Give up the pages behind a length."""
+        starts = self.arena.table[sequence.pages, START].tolist()
+        gone = [p for p, start in zip(sequence.pages, starts) if start >= length]
         self.arena.release(gone, [p for p in sequence.held if p in set(gone)])
-        sequence.pages, sequence.length = kept, length
+        sequence.pages, sequence.length = sequence.pages[: len(starts) - len(gone)], length
         sequence.held = [p for p in sequence.held if p not in set(gone)]
         self._page_ids = None
+
+    def _cut_last(self, sequence: Sequence, length: int) -> None:
+        """Cut the last page to a length, and hold exact rows again that are there and near it."""
+        kept = sequence.pages
         if not kept:
             return
+        starts = self.arena.table[kept, START].tolist()
         rows = length - starts[len(kept) - 1]
         if rows < self.arena.cell(kept[-1], ROWS):
             if self.arena.users(kept[-1]) > 1:
