@@ -119,9 +119,18 @@ def test_logs_of_other_runs_and_damage(tmp_path: Path) -> None:
     assert Log(path, {"n": 3, "seeds": [0]}).records == [{"kind": "answer"}]
     with pytest.raises(DataError, match=r"of a run with other settings \(n\)"):
         Log(path, {"n": 4, "seeds": [0]})
-    path.write_bytes(b"not json\n")
-    with pytest.raises(DataError, match="cannot go on with"):
-        Log(path, {})
+    for damaged, message in (
+        (b"not json\n", "line 1 is damaged"),
+        (b"[1]\n", "line 1 is no record"),
+        (b'{"q": 1, "a": 2}', "is no log of an evaluation"),
+        (b'{"q": 1}\n{"q": 2}', "other settings"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=message):
+            Log(path, {})
+        assert path.read_bytes() == damaged, "not ours to change"
+    path.write_bytes(b'{"run": "')
+    assert Log(path, {"n": 1}).records == [] and Log(path, {"n": 1}).records == []
     with pytest.raises(DataError, match="cannot go on with"):
         Log(tmp_path, {})
 
@@ -151,4 +160,57 @@ def test_scores_by_hand(tmp_path: Path) -> None:
     document = as_json([exact, worse, part], {"n": 10})
     assert json.loads(json.dumps(document))["scores"][1]["against"]["odds_ratio"] == 0
     table = as_markdown([exact, worse, part])
-    assert "| worse | 2.50 | 5.00 | 25.0% of 20 | 10.0% to 45.0% | worse by 50.0% |" in table
+    assert "| worse | 2.50 | 5.00 | 25.0% of 20 | 11.2% to 46.9% | worse by 50.0% |" in table
+
+
+def test_answers_to_other_prompts_are_not_taken_for_these(answering: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    run(answering, path, n=1, seeds=(0,))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line.replace('"prompt": "', '"prompt": "0') for line in lines))
+    with pytest.raises(DataError, match="answers of letters to other prompts"):
+        run(answering, path, n=1, seeds=(0,))
+
+
+def test_a_live_run_goes_on_in_order_or_not_at_all(answering: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    run(answering, path, "live", n=3, seeds=(0,))
+    lines = path.read_text().splitlines(keepends=True)
+    for kept in (lines[:-3] + lines[-2:-1], [*lines[:-1], lines[-3]]):
+        path.write_text("".join(kept))
+        with pytest.raises(DataError, match="twice or out of order"):
+            run(answering, path, "live", n=3, seeds=(0,))
+
+
+def test_a_controller_that_has_not_fired_goes_on(answering: Any, tmp_path: Path) -> None:
+    """EchoKV's begins with 16 bits."""
+    arms, path = [ARMS["echokv"]], tmp_path / "run.jsonl"
+    for stopped in (True, False):
+        log = Log(path, {})
+        progress = (lambda n: (_ for _ in ()).throw(KeyboardInterrupt) if n else None) if stopped else (lambda n: None)
+        evaluation = Evaluation(*answering, log, n=2, seeds=(0,), protocol=Protocol.LIVE, progress=progress)
+        if stopped:
+            with pytest.raises(KeyboardInterrupt):
+                evaluation.run([Letters()], arms)
+        else:
+            evaluation.run([Letters()], arms)
+    assert [r["item"] for r in log.records] == ["0", "1"]
+
+
+def test_the_models_own_settings_of_generation_do_not_count(answering: Any, tmp_path: Path) -> None:
+    model = answering[0]
+    plain = [r["text"] for r in run(answering, tmp_path / "a", n=2, seeds=(0,)).of(kind="answer")]
+    own = model.generation_config
+    model.generation_config = type(own)(**{**own.to_diff_dict(), "repetition_penalty": 3.0, "do_sample": True})
+    try:
+        others = [r["text"] for r in run(answering, tmp_path / "b", n=2, seeds=(0,)).of(kind="answer")]
+        assert model.generation_config.repetition_penalty == 3.0
+    finally:
+        model.generation_config = own
+    assert others == plain
+
+
+def test_prompts_that_would_count_twice_are_refused(answering: Any, tmp_path: Path) -> None:
+    evaluation = Evaluation(*answering, Log(tmp_path / "x", {}), n=3, seeds=(0, 1, 2), window=WINDOW)
+    with pytest.raises(ConfigError, match="letters has 7 different prompts, fewer than the 9 of all seeds"):
+        evaluation.run([Letters(pool=7)], [ARMS["bf16"]])

@@ -63,7 +63,9 @@ def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationRepo
     if request.n < 1 or request.seeds < 1:
         raise ConfigError(f"--n {request.n} and --seeds {request.seeds} must both be at least 1")
     log_file = request.output / "answers.jsonl"
-    check_output(log_file, "-o", "answers.jsonl")
+    summary, table = request.output / "summary.json", request.output / "summary.md"
+    for file in (log_file, summary, table):
+        check_output(file, "-o", file.name)
     profile = Profile.load(request.profile)
     limit = model_geometry(load_config(request.model, screen)).max_positions
     for task in tasks:
@@ -94,7 +96,6 @@ def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationRepo
         run.run(tasks, arms)
     scores = summarise(log)
     markdown = as_markdown(scores)
-    summary, table = request.output / "summary.json", request.output / "summary.md"
     screen.json(as_json(scores, settings), str(summary))
     table.write_text(markdown, encoding="utf-8")
     return EvaluationReport(log_file, summary, table, markdown)
@@ -115,7 +116,7 @@ _KNOWN = f"name {', '.join(f'{kind}:TOKENS' for kind in RETRIEVAL)}, {', '.join(
 def _task(text: str, chat: bool) -> Task:
     kind, _, value = text.partition(":")
     if kind in RETRIEVAL:
-        if not value.isdigit() or int(value) < 1:
+        if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"task {text!r} has no length; write {kind}:TOKENS, such as {kind}:2048")
         task: Any = RETRIEVAL[kind](int(value), chat)
     elif kind in FILES:

@@ -213,7 +213,8 @@ class Controller:
             raise ConfigError(f"the controller's snapshot is damaged ({error!r}); start without it") from error
         if len(tiers) != len(self.tiers) or len(tracks) != len(self.tracks):
             raise ConfigError(f"the snapshot has {len(tiers)} layers, the model {len(self.tiers)}")
-        if any(bits not in TIERS for pair in tiers for bits in pair):
+        known = (*TIERS, *({UNQUANTISED} & {bits for pair in self.tiers for bits in pair}))
+        if any(bits not in known for pair in tiers for bits in pair):
             raise ConfigError(f"the snapshot's tiers {tiers} are not all of {', '.join(map(str, TIERS))} bits")
         self.tiers, self.tracks, self.step, self.frozen = tiers, copy.deepcopy(tracks), step, frozen
         self.random = generator

@@ -36,23 +36,28 @@ class Log:
         self.records: list[dict[str, Any]] = []
         head = {"run": digest(settings), "settings": self.settings}
         try:
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            if lines and not lines[-1].endswith(b"\n"):
-                os.truncate(path, sum(map(len, lines[:-1])))
-                lines.pop()
-            if not lines:
-                self._write(head)
-                return
-            found, *self.records = [json.loads(line) for line in lines]
-        except (OSError, ValueError) as error:
+            data = path.read_bytes() if path.exists() else b""
+        except OSError as error:
             raise DataError(f"cannot go on with {path}: {error}. Choose another folder.") from error
+        lines = data.splitlines(keepends=True)
+        cut = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        if not lines:
+            if not (json.dumps(head).encode() + b"\n").startswith(cut):
+                raise DataError(f"{path} is no log of an evaluation; choose another folder")
+            self._shorten(0)
+            self._write(head)
+            return
+        found, *self.records = [self._parse(number, line) for number, line in enumerate(lines, 1)]
         if found.get("run") != head["run"]:
-            before = found.get("settings", {})
-            differing = [k for k, value in self.settings.items() if before.get(k) != json.loads(json.dumps(value))]
+            before = found.get("settings")
+            known = before if isinstance(before, dict) else {}
+            differing = [k for k, value in self.settings.items() if known.get(k) != json.loads(json.dumps(value))]
             raise DataError(
                 f"{path} is of a run with other settings ({', '.join(differing) or 'unknown'}); choose another folder, "
                 "or the settings that it was begun with"
             )
+        if cut:
+            self._shorten(len(data) - len(cut))
 
     def append(self, record: dict[str, Any]) -> None:
         """Write a record, for good once this returns."""
@@ -62,12 +67,32 @@ class Log:
         """Records with these fields, in the order in which they were written."""
         return [r for r in self.records if all(r.get(k) == v for k, v in fields.items())]
 
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                f"{self.path} line {number} is damaged ({error}); delete the line to answer its prompt again"
+            ) from error
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{self.path} line {number} is no record of an evaluation; delete it, or choose another folder"
+            )
+        return record
+
+    def _shorten(self, n_bytes: int) -> None:
+        if self.path.exists():
+            os.truncate(self.path, n_bytes)
+
     def _write(self, record: dict[str, Any]) -> dict[str, Any]:
         """Append a line; returns the record as it will be read back."""
         line = json.dumps(record)
-        with self.path.open("ab") as file:
-            file.write(line.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab") as file:
+                file.write(line.encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DataError(f"cannot write {self.path}: {error}. Free some space, or choose another folder.") from error
         written: dict[str, Any] = json.loads(line)
         return written

@@ -5,17 +5,19 @@ that no seed is measured on, drawn with seed + 100; the tiers that it comes to a
 stay. ``live``: the controller is at work throughout, and starts anew with every seed, which is one order of prompts.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.control.state import Controller, merge_tiers
 from lamina.engines.hf import cache_kwarg
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, DataError
 from lamina.eval.arms import Arm, EchoArm, LiveArm
 from lamina.eval.log import Log
 from lamina.eval.tasks.base import Item, Task, encode
@@ -75,10 +77,23 @@ class Evaluation:
 
     def run(self, tasks: Sequence[Task], arms: Sequence[Arm]) -> None:
         """Answer everything that the log does not hold yet."""
-        for task in tasks:
-            items = {seed: task.items(self.n, seed, self.tokenizer) for seed in self.seeds}
-            for arm in arms:
-                self._run_arm(task, arm, items)
+        for arm in arms:
+            if isinstance(arm, LiveArm):
+                arm.settings(self.profile)
+        drawn = [{seed: task.items(self.n, seed, self.tokenizer) for seed in self.seeds} for task in tasks]
+        for task, items in zip(tasks, drawn):
+            _check_distinct(task, items)
+        # What the model's own settings of generation add, such as penalties, beams or time limits, would count as ours.
+        own = self.model.generation_config
+        self.model.generation_config = GenerationConfig(
+            do_sample=False, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, bos_token_id=own.bos_token_id
+        )
+        try:
+            for task, items in zip(tasks, drawn):
+                for arm in arms:
+                    self._run_arm(task, arm, items)
+        finally:
+            self.model.generation_config = own
 
     def _run_arm(self, task: Task, arm: Arm, items: dict[int, list[Item]]) -> None:
         derived = arm.profile(self.profile)
@@ -89,6 +104,7 @@ class Evaluation:
             merged = merge_tiers([self._warm_up(task, arm, derived, seed, measured) for seed in self.seeds])
         for seed in self.seeds:
             done = self.log.of(kind="answer", task=task.name, arm=arm.name, seed=seed)
+            self._check_done(task, items[seed], done, in_order=live and merged is None)
             self.progress(len(done))
             todo = [item for item in items[seed] if item.id not in {r["item"] for r in done}]
             if not todo:
@@ -102,6 +118,7 @@ class Evaluation:
                 controller.load(done[-1]["controller"])
             for item in todo:
                 record = {"kind": "answer", "task": task.name, "arm": arm.name, "seed": seed, "item": item.id}
+                record["prompt"] = _digest(item)
                 record |= self._answer(task, item, new())
                 if controller is not None:
                     record["tiers"] = [list(pair) for pair in controller.tiers]
@@ -109,6 +126,21 @@ class Evaluation:
                         record["controller"] = controller.snapshot()
                 self.log.append(record)
                 self.progress(1)
+
+    def _check_done(self, task: Task, items: list[Item], done: list[dict[str, Any]], in_order: bool) -> None:
+        """Raise DataError unless the log's answers are to these prompts, for live controllers to the first of them."""
+        known = {item.id: _digest(item) for item in items}
+        if any(known.get(r["item"]) != r.get("prompt") for r in done):
+            raise DataError(
+                f"{self.log.path} has answers of {task.name} to other prompts: the task's file has changed, or "
+                "another one has its name; choose another folder"
+            )
+        given = [r["item"] for r in done]
+        if len(set(given)) < len(given) or (in_order and given != [item.id for item in items[: len(given)]]):
+            raise DataError(
+                f"{self.log.path} has answers of {task.name} twice or out of order, as if two runs had written it; "
+                "choose another folder"
+            )
 
     def _warm_up(self, task: Task, arm: Arm, derived: Profile, seed: int, measured: set[str]) -> list[tuple[int, int]]:
         """Tiers that a controller comes to on prompts that are not measured."""
@@ -131,7 +163,10 @@ class Evaluation:
         """Prompts that no seed is measured on."""
         found: dict[str, Item] = {}
         for further in range(WARM_UP_SEED):
-            drawn = task.items(self.warm_up, seed + WARM_UP_SEED * further, self.tokenizer)
+            try:
+                drawn = task.items(self.warm_up, seed + WARM_UP_SEED * further, self.tokenizer)
+            except DataError:
+                break
             found |= {item.id: item for item in drawn if item.id not in measured}
             if len(found) >= self.warm_up:
                 return list(found.values())[: self.warm_up]
@@ -143,9 +178,15 @@ class Evaluation:
     def _answer(self, task: Task, item: Item, cache: Any) -> dict[str, Any]:
         """The continuation of a prompt, graded, and what the cache took."""
         ids = torch.tensor([encode(self.tokenizer, item.prompt)], device=self.model.device)
+        limit = model_geometry(self.model.config).max_positions
+        if ids.shape[1] + task.max_new_tokens > limit:
+            raise DataError(
+                f"prompt {item.id} of {task.name} has {ids.shape[1]:,} tokens, with its answer more than the model's "
+                f"{limit:,} positions; leave it out"
+            )
         stop = {"stop_strings": list(task.stop), "tokenizer": self.tokenizer} if task.stop else {}
         out = self.model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.max_new_tokens, do_sample=False,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.max_new_tokens,
             **stop, **cache_kwarg(self.model, cache),
         )  # fmt: skip
         text = str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
@@ -165,3 +206,17 @@ def _controller_of(cache: Any) -> Controller:
 
 def _number(x: float) -> float | None:
     return float(x) if x == x else None
+
+
+def _digest(item: Item) -> str:
+    return hashlib.sha256(item.prompt.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def _check_distinct(task: Task, items: dict[int, list[Item]]) -> None:
+    """Raise ConfigError if a prompt would count twice."""
+    ids = [item.id for drawn in items.values() for item in drawn]
+    if len(set(ids)) < len(ids):
+        raise ConfigError(
+            f"{task.name} has {len(set(ids))} different prompts, fewer than the {len(ids)} of all seeds; "
+            "lower --n or --seeds"
+        )

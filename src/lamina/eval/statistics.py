@@ -13,6 +13,7 @@ from scipy.optimize import brentq
 from scipy.stats import bootstrap, norm
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.proportion import proportion_confint
 
 from lamina.errors import DataError
 
@@ -145,6 +146,12 @@ def interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95, see
         rng=np.random.default_rng(seed), vectorized=True, batch=max(1, 10**7 // len(x)),
     ).confidence_interval  # fmt: skip
     return Interval(mean, float(found.low), float(found.high))
+
+
+def proportion(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Share of right answers with Wilson's interval, which has a width where all are right or all wrong too."""
+    low, high = proportion_confint(sum(values), len(values), 1 - confidence, method="wilson")
+    return Interval(float(np.mean(values)), float(low), float(high))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

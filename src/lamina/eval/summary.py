@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lamina.eval.log import Log
-from lamina.eval.statistics import Comparison, Interval, compare, interval
+from lamina.eval.statistics import Comparison, Interval, compare, proportion
 from lamina.json_values import finite
 
 BASELINE = "bf16"
@@ -70,7 +70,7 @@ def _score(task: str, arm: str, records: Sequence[dict[str, Any]], against: Comp
     by_seed = [float(np.mean([x for x, r in zip(right, records) if r["seed"] == seed])) for seed in seeds]
     tiers = records[-1].get("tiers")
     return Score(
-        task, arm, len(records), interval(right), by_seed, _mean(records, "bits_history"),
+        task, arm, len(records), proportion(right), by_seed, _mean(records, "bits_history"),
         _mean(records, "bits_at_context"), [(k, v) for k, v in tiers] if tiers else None, against,
     )  # fmt: skip
 

@@ -83,7 +83,7 @@ class LongContext(ABC):
 
     kind: ClassVar[str]
     max_new_tokens: ClassVar[int] = 64
-    stop: ClassVar[tuple[str, ...]] = (".", "\n")
+    stop: ClassVar[tuple[str, ...]] = (".",)
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ class LongContext(ABC):
 
     def grade(self, item: Item, text: str) -> bool:
         """Whether the first sentence names every answer and nothing that is wrong, as whole words."""
-        named = set(re.findall(r"\w+(?:-\w+)*", cut(text.lstrip(), self.stop)))
+        named = set(re.findall(r"\w+(?:-\w+)*", cut(text.lstrip(), (*self.stop, "\n"))))
         return named.issuperset(item.answers) and named.isdisjoint(item.wrong)
 
     def _item(self, name: str, tokenizer: "PreTrainedTokenizerBase") -> Item:
