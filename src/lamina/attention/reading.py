@@ -9,7 +9,7 @@ from lamina.codec.gaussian import GaussianRows
 from lamina.codec.numbers import from_scale16
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.codec.page import decode_center, effective_step
-from lamina.pages.table import FINE, FINEST, TIER
+from lamina.pages.table import FINE, FINEST, TIER, read_bits
 from lamina.pages.view import StoreView
 
 K, V = 0, 1
@@ -70,11 +70,6 @@ def page_centers(view: StoreView, ids: Tensor) -> Tensor:
     if records.center is None or records.center_scale is None:
         return torch.zeros(len(ids), view.layout.n_heads, view.layout.head_dim, device=view.records.device)
     return decode_center(records.center[ids], records.center_scale[ids])
-
-
-def read_bits(table: Tensor, side: int) -> Tensor:
-    """Bits that a side of each page is read at, from rows of the page table ``[N, 11]``."""
-    return torch.where(table[:, FINEST + 2 * side] >= 0, 8, torch.where(table[:, FINE + side] >= 0, 4, 2))
 
 
 def noise_factors(view: StoreView, ids: Tensor, basis: ReadBasis) -> Tensor:

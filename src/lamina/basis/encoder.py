@@ -50,24 +50,14 @@ class PageEncoder:
             encode_pages(v, bits_v, c.rule, center=False, clip_ratio=c.clip_v),
         )
 
-    def requantise_k(self, rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-        """Centred K rows ``[..., D]`` of the packed basis as codes of ``bits`` return them, and their steps."""
-        codes, scale, mid = quantise_rows(rows, bits, self.codec.rule, self.codec.clip_k)
-        return dequantise_rows(codes, scale, mid, bits), scale
-
-    def requantise_v(self, rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-        """V rows ``[..., D]`` of the packed basis as codes of ``bits`` return them, and their steps."""
-        codes, scale, mid = quantise_rows(rows, bits, self.codec.rule, self.codec.clip_v)
-        return dequantise_rows(codes, scale, mid, bits), scale
-
     def requantise_page(self, k: Tensor, bits: int) -> Tensor:
         """Engine rows of K ``[H, n, D]`` as a page of their own would return them, in the engine's basis."""
         packed = k.float() @ self.k_forward
         center = packed.new_zeros(packed.shape[0], 1, packed.shape[-1])
         if self.codec.center:
             center = decode_center(*encode_center(packed.mean(1)))[:, None]
-        rows, _ = self.requantise_k(packed - center, bits)
-        return (rows + center) @ self.q_forward.mT
+        codes, scale, mid = quantise_rows(packed - center, bits, self.codec.rule, self.codec.clip_k)
+        return (dequantise_rows(codes, scale, mid, bits) + center) @ self.q_forward.mT
 
     def shed_loss(self, k: EncodedPages, v: EncodedPages) -> Tensor:
         """Predicted loss of reading a page at 2 and at 4 bits, float32 ``[N, 2 sides, 2]``, averaged over heads.

@@ -24,7 +24,7 @@ class Score:
     n : int
         Answers.
     accuracy : Interval
-        Share of right ones, with a bootstrap interval.
+        Share of right ones, with Wilson's interval.
     by_seed : list of float
         The same for every seed.
     bits, bits_at_context : float or None

@@ -6,7 +6,7 @@ from torch import Tensor
 from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import ALL_RANKS, Budget, Field, Pool
-from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row
+from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row, read_bits
 
 USERS, HOLDERS = 0, 1
 """Columns of the counts: sequences that a page belongs to, and those of them that still need its exact rows."""
@@ -68,9 +68,8 @@ class Arena:
 
     def bits_read(self, page: int) -> tuple[int, int]:
         """Bits that K and V of a closed page are read at."""
-        row = self.table[page].tolist()
-        k, v = (8 if row[FINEST + 2 * s] >= 0 else 4 if row[FINE + s] >= 0 else 2 for s in (0, 1))
-        return k, v
+        row = self.table[page, None]
+        return int(read_bits(row, 0)), int(read_bits(row, 1))
 
     def reserve(self, pages: int, slabs: int, exact: int, other: int = 0, *, ranks: int = ALL_RANKS) -> None:
         """Make sure that so many slots can be handed out, and that ``other`` bytes fit the budget besides.

@@ -1,5 +1,8 @@
 """The page table: what is known of every page of one layer."""
 
+import torch
+from torch import Tensor
+
 START, ROWS, TIER, FINE, FINEST, EXACT = 0, 1, 2, 4, 6, 10
 COLUMNS = 11
 """int32 columns of a page's row in the table. TIER and FINE have one column a side (K, V), FINEST two.
@@ -20,3 +23,8 @@ def new_row(start: int) -> list[int]:
     row = [-1] * COLUMNS
     row[START], row[ROWS], row[TIER], row[TIER + 1] = start, 0, 0, 0
     return row
+
+
+def read_bits(table: Tensor, side: int) -> Tensor:
+    """Bits that a side of each page is read at, from rows of the page table ``[N, 11]``."""
+    return torch.where(table[:, FINEST + 2 * side] >= 0, 8, torch.where(table[:, FINE + side] >= 0, 4, 2))

@@ -1,5 +1,6 @@
 """The pages of a layer: how many bits each holds now."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lamina.app.report.scales import LinearScale, linear_ticks
@@ -41,7 +42,7 @@ def layer_pages(run: Run, layer: int) -> LayerPages:
     return LayerPages(layer, picture, counts)
 
 
-def exact_stretches(run: Run, inexact: set[int] = frozenset()) -> list[tuple[int, int]]:  # type: ignore[assignment]
+def exact_stretches(run: Run, inexact: Collection[int] = ()) -> list[tuple[int, int]]:
     """Positions (from, to) that the next token reads exactly: the sink, and the recent tokens with the open page.
 
     Pages that start at ``inexact`` have lost their exact rows.
@@ -54,10 +55,11 @@ def exact_stretches(run: Run, inexact: set[int] = frozenset()) -> list[tuple[int
         for start in range(first, last, size):
             if start in inexact:
                 continue
-            joined = found and found[-1][1] == start and start > first
-            found[-1:] = (
-                [(found[-1][0], min(start + size, last))] if joined else [*found[-1:], (start, min(start + size, last))]
-            )
+            end = min(start + size, last)
+            if start > first and found and found[-1][1] == start:
+                found[-1] = (found[-1][0], end)
+            else:
+                found.append((start, end))
     return found
 
 
