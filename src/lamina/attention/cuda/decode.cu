@@ -8,15 +8,11 @@
 // high and low bytes two columns of the other operand, so that products are exact and nothing is converted before them.
 //   logits [tokens, columns] = K [tokens, D] q^T:  A = codes, rows are tokens; B = queries, in registers throughout
 //   o'^T   [D, columns]      = V^T [D, tokens] w^T: A = codes of four tokens, brought together by byte permutations
-// For keys the upper nibble is shifted down and a factor 1/4 is in the queries' integers; weights are scaled to their page's largest, so a page's sum fits 32 bits and
+// For keys the upper nibble is shifted down and a factor 1/4 is in the queries' integers; weights are scaled to their
+// page's largest, so a page's sum fits 32 bits and
 // joins the running sum as float32. Which channel or token a place in a fragment stands for is free as long as both
 // operands agree, and is chosen such that a thread has one column and eight neighbouring tokens, and planes need no
 // shuffles. Bound by memory, closely followed by the issue of about 550 instructions a page at 2 bits.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
 
 #define NW (D / 16)
 #define KW ((NW + 3) / 4)
@@ -26,15 +22,7 @@ typedef long long i64;
 #define SLOTS 4
 #define BLOCKS (NT * VW > 2 ? 2 : NT * VW > 1 ? 3 : 4)
 #define NEVER (-1e30f)
-#define COLUMNS 11
 #define PART (D + 2 + 3 * MEASURED)
-#define SLAB_BYTES (HKV * 16 * D)
-#define SCALE_AT (2 * SLAB_BYTES)
-#define MID_AT (SCALE_AT + 256 * HKV)
-#define CENTER_AT (MID_AT + 256 * HKV)
-#define GAIN_AT (CENTER_AT + (CENTERED ? HKV * D : 0))
-#define CENTER_SCALE_AT (GAIN_AT + 8 * HKV)
-#define RECORD_BYTES ((CENTER_SCALE_AT + (CENTERED ? 2 * HKV : 0) + 15) / 16 * 16)
 #define LN2 0.69314718056f
 
 template <int N> struct Int { static constexpr int value = N; };
@@ -58,58 +46,31 @@ struct Params {
     float along;             // 1/D if errors avoid the row itself
 };
 
-// A kernel may start while the one before it still runs; what that one wrote is there after ``finished_before``.
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void finished_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-#else
-__device__ __forceinline__ void finished_before() {}
-__device__ __forceinline__ void next_may_start() {}
-#endif
-__device__ __forceinline__ float as_float(u32 x) { return __uint_as_float(x); }
-__device__ __forceinline__ float scale16(u32 x) { return as_float(x << 15 & 0x7fff8000u); }
-__device__ __forceinline__ float bf16(u32 x) { return as_float(x << 16); }
-__device__ __forceinline__ float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-__device__ __forceinline__ u32 transposed(u32 x) {
-    u32 y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-#define MMA(NAME, A, B) \
-    __device__ __forceinline__ void NAME(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { \
-        asm("mma.sync.aligned.m16n8k32.row.col.s32." A "." B ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
-            : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) \
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])); \
-    }
-MMA(mma_k, "u8", "s8")
-MMA(mma_v, "u8", "u8")
-MMA(mma_center, "s8", "s8")
-__device__ __forceinline__ float max_rows(float x) {
+DEVICE float max_rows(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 16));
 }
-__device__ __forceinline__ float sum_rows(float x) {
+DEVICE float sum_rows(float x) {
     x += __shfl_xor_sync(~0u, x, 4);
     x += __shfl_xor_sync(~0u, x, 8);
     return x + __shfl_xor_sync(~0u, x, 16);
 }
-__device__ __forceinline__ float capped(float x, float cap) {
+DEVICE float capped(float x, float cap) {
     float e = exp2_(x / cap * 2.8853900817779268f);
     return cap * (1.f - 2.f / (e + 1.f));
 }
-__device__ __forceinline__ int whole(const int (&c)[4], int s) { return 256 * c[2 * s] + c[2 * s + 1]; }
+DEVICE int whole(const int (&c)[4], int s) { return 256 * c[2 * s] + c[2 * s + 1]; }
 // A thread's x-th of eight 16-bit numbers, in place for scale16 and bf16.
-__device__ __forceinline__ u32 word_of(const uint4& x, int e) { return e < 2 ? x.x : e < 4 ? x.y : e < 6 ? x.z : x.w; }
-__device__ __forceinline__ float scale_of(const uint4& x, int e) {
+DEVICE u32 word_of(const uint4& x, int e) { return e < 2 ? x.x : e < 4 ? x.y : e < 6 ? x.z : x.w; }
+DEVICE float scale_of(const uint4& x, int e) {
     const u32 w = word_of(x, e);
     return as_float((e & 1 ? w >> 1 : w << 15) & 0x7fff8000u);
 }
-__device__ __forceinline__ float mid_of(const uint4& x, int e) {
+DEVICE float mid_of(const uint4& x, int e) {
     const u32 w = word_of(x, e);
     return as_float(e & 1 ? w & 0xffff0000u : w << 16);
 }
-__device__ __forceinline__ int index_of(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : 2; }
 
 // Slabs travel through shared memory, a ring of slots a warp, SLOTS - 1 of them in flight. Rows are stored there in an order
 // in which a warp's reads meet no bank twice, where a row is 1, 2 or 4 pieces of 16 bytes: bits of its number change places.
@@ -118,14 +79,9 @@ __device__ __forceinline__ int index_of(int bits) { return bits == 2 ? 0 : bits 
 #define SLOT (16 * D + 512)
 constexpr __device__ int k_place(int t) { return SORTED ? (t & 7) * 8 + (t >> 3) : t; }
 constexpr __device__ int v_place(int t) { return SORTED ? (t & 15) * 4 + (t >> 4) : t; }
-template <int TO = 0, int FROM = 0>
-__device__ __forceinline__ void copy_16(u32 to, const u8* from) {
-    // By way of the first-level cache: past it, on an H200, these copies take a third longer.
-    asm volatile("cp.async.ca.shared.global [%0 + %2], [%1 + %3], 16;" :: "r"(to), "l"(from), "n"(TO), "n"(FROM));
-}
 // Copies a slab of 64 rows; ``from`` and ``to`` are the lane's, the latter slab_place away from the slot.
 template <bool V, int M = 0>
-__device__ __forceinline__ void copy_slab(u32 to, const u8* from, int lane) {
+DEVICE void copy_slab(u32 to, const u8* from, int lane) {
     if constexpr (M < (D + 31) / 32) {
         constexpr int ROWS = 512 * M / ROW;
         if (D % 32 == 0 || lane + 32 * M < D) copy_16<SORTED ? (V ? v_place(ROWS) : k_place(ROWS)) * ROW : 512 * M, 512 * M>(to, from);
@@ -133,14 +89,14 @@ __device__ __forceinline__ void copy_slab(u32 to, const u8* from, int lane) {
     }
 }
 template <bool V>
-__device__ __forceinline__ int slab_place(int lane) {
+DEVICE int slab_place(int lane) {
     const int row = lane * 16 / ROW, in = lane * 16 % ROW;
     return SORTED ? (V ? v_place(row) : k_place(row)) * ROW + in : lane * 16;
 }
 
 // Words that this thread's fragments of K take: rows 8r + 0..7, KW words each.
 struct KRows { u32 w[8][KW]; };
-__device__ __forceinline__ void read_k(KRows& x, const u8* slot, int r, int c) {
+DEVICE void read_k(KRows& x, const u8* slot, int r, int c) {
     #pragma unroll
     for (int e = 0; e < 8; e++) {
         const u32* row = (const u32*)(slot + (SORTED ? 8 * e + r : 8 * r + e) * ROW) + c * KW;  // k_place(8r + e)
@@ -152,7 +108,7 @@ __device__ __forceinline__ void read_k(KRows& x, const u8* slot, int r, int c) {
     }
 }
 // acc += codes of a plane of pairs times queries.
-__device__ __forceinline__ void dot_k(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4]) {
+DEVICE void dot_k(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4]) {
     #pragma unroll
     for (int k = 0; k < KW; k++)
         #pragma unroll
@@ -162,13 +118,13 @@ __device__ __forceinline__ void dot_k(int (&acc)[NT][4][4], const KRows& x, cons
                 const u32 low = 0x03030303u, high = 0x0c0c0c0cu, a = x.w[2 * i][k] >> (4 * z), b = x.w[2 * i + 1][k] >> (4 * z);
                 #pragma unroll
                 for (int n = 0; n < NT; n++)
-                    mma_k(acc[n][i], a & low, b & low, a & high, b & high, bq[n][k][2 * z], bq[n][k][2 * z + 1]);
+                    mma_u8s8(acc[n][i], a & low, b & low, a & high, b & high, bq[n][k][2 * z], bq[n][k][2 * z + 1]);
             }
 }
 // acc += codes of a slab of nibbles, channels of planes SLAB and SLAB + 2, times queries.
 // ``zero`` is one that the compiler does not know of: queries go to other registers, in pairs as these products take them.
 template <int SLAB>
-__device__ __forceinline__ void dot_k_nibbles(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4], u32 zero) {
+DEVICE void dot_k_nibbles(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4], u32 zero) {
     #pragma unroll
     for (int k = 0; k < KW; k++)
         #pragma unroll
@@ -176,10 +132,10 @@ __device__ __forceinline__ void dot_k_nibbles(int (&acc)[NT][4][4], const KRows&
             const u32 low = 0x0f0f0f0fu, a = x.w[2 * i][k], b = x.w[2 * i + 1][k];
             #pragma unroll
             for (int n = 0; n < NT; n++)
-                mma_k(acc[n][i], a & low, b & low, a >> 4 & low, b >> 4 & low, bq[n][k][SLAB] ^ zero, bq[n][k][SLAB + 2] ^ zero);
+                mma_u8s8(acc[n][i], a & low, b & low, a >> 4 & low, b >> 4 & low, bq[n][k][SLAB] ^ zero, bq[n][k][SLAB + 2] ^ zero);
         }
 }
-__device__ __forceinline__ void quadruple(int (&acc)[NT][4][4]) {
+DEVICE void quadruple(int (&acc)[NT][4][4]) {
     #pragma unroll
     for (int n = 0; n < NT; n++)
         #pragma unroll
@@ -190,7 +146,7 @@ __device__ __forceinline__ void quadruple(int (&acc)[NT][4][4]) {
 
 // Byte j of word k of four tokens each, 16c + 2i + {0, 1, 8, 9}.
 struct VRows { u32 w[VW][4][4]; };
-__device__ __forceinline__ void read_v(VRows& x, const u8* slot, int r, int c) {
+DEVICE void read_v(VRows& x, const u8* slot, int r, int c) {
     #pragma unroll
     for (int i = 0; i < 4; i++)
         #pragma unroll
@@ -212,7 +168,7 @@ __device__ __forceinline__ void read_v(VRows& x, const u8* slot, int r, int c) {
 }
 typedef float Out[NT][VW][4][4];  // by tile, word, byte and plane: channel plane * D/4 + 4 (r VW + word) + byte
 // o += factor * codes of a plane of pairs times weights.
-__device__ __forceinline__ void dot_v(Out& o, const VRows& x, const u32 (&w)[NT][4], const float (&factor)[NT]) {
+DEVICE void dot_v(Out& o, const VRows& x, const u32 (&w)[NT][4], const float (&factor)[NT]) {
     #pragma unroll
     for (int k = 0; k < VW; k++)
         #pragma unroll
@@ -224,15 +180,15 @@ __device__ __forceinline__ void dot_v(Out& o, const VRows& x, const u32 (&w)[NT]
                 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     int acc[4] = {0, 0, 0, 0};
-                    mma_v(acc, a[0] & low, a[0] & high, a[1] & low, a[1] & high, w[n][0], w[n][1]);
-                    mma_v(acc, a[2] & low, a[2] & high, a[3] & low, a[3] & high, w[n][2], w[n][3]);
+                    mma_u8u8(acc, a[0] & low, a[0] & high, a[1] & low, a[1] & high, w[n][0], w[n][1]);
+                    mma_u8u8(acc, a[2] & low, a[2] & high, a[3] & low, a[3] & high, w[n][2], w[n][3]);
                     o[n][k][j][2 * z] = fmaf(factor[n], (float)whole(acc, 0), o[n][k][j][2 * z]);
                     o[n][k][j][2 * z + 1] = fmaf(factor[n], (float)whole(acc, 1), o[n][k][j][2 * z + 1]);
                 }
             }
 }
 template <int SLAB>
-__device__ __forceinline__ void dot_v_nibbles(Out& o, const VRows& x, const u32 (&w)[NT][4], const float (&factor)[NT]) {
+DEVICE void dot_v_nibbles(Out& o, const VRows& x, const u32 (&w)[NT][4], const float (&factor)[NT]) {
     #pragma unroll
     for (int k = 0; k < VW; k++)
         #pragma unroll
@@ -242,8 +198,8 @@ __device__ __forceinline__ void dot_v_nibbles(Out& o, const VRows& x, const u32 
             #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int acc[4] = {0, 0, 0, 0};
-                mma_v(acc, a[0] & low, a[0] & high, a[1] & low, a[1] & high, w[n][0], w[n][1]);
-                mma_v(acc, a[2] & low, a[2] & high, a[3] & low, a[3] & high, w[n][2], w[n][3]);
+                mma_u8u8(acc, a[0] & low, a[0] & high, a[1] & low, a[1] & high, w[n][0], w[n][1]);
+                mma_u8u8(acc, a[2] & low, a[2] & high, a[3] & low, a[3] & high, w[n][2], w[n][3]);
                 o[n][k][j][SLAB] = fmaf(factor[n], (float)whole(acc, 0), o[n][k][j][SLAB]);
                 o[n][k][j][SLAB + 2] = fmaf(factor[n], (float)whole(acc, 1), o[n][k][j][SLAB + 2]);
             }
@@ -256,7 +212,7 @@ struct Page {
     int finer[6] = {-1, -1, -1, -1, -1, -1};  // slabs beyond the base in the order in which they are read: K's, V's
     bool exact = false, exact_for_all = false;  // read exactly by the oldest query token, by the newest
 
-    __device__ __forceinline__ void look_up(const Params& P, int b, int j, int oldest, int newest) {
+    DEVICE void look_up(const Params& P, int b, int j, int oldest, int newest) {
         id = P.page_ids[(i64)b * P.width + j];
         if (id < 0) return;
         const int* t = P.table + (i64)id * COLUMNS;
@@ -276,7 +232,7 @@ struct Entry {
 };
 #define KIND_OF(NK, NV, K, V) (64 | (NK) << 8 | (NV) << 12 | (K) << 16 | (V) << 20)
 // Pages of a sequence: as many as its length tells, or more where pages were cut.
-__device__ __forceinline__ int pages_of(const Params& P, int b) {
+DEVICE int pages_of(const Params& P, int b) {
     int n = min(P.width, (P.lengths[b] + 63) / 64);
     while (n < P.width && P.page_ids[(i64)b * P.width + n] >= 0) n++;
     return n;
@@ -304,13 +260,13 @@ struct Reader {
     float norm[NT], spread[NT][3];
 #endif
 
-    __device__ __forceinline__ Reader(const Params& P, u8* ring, int h, int b, int lane)
+    DEVICE Reader(const Params& P, u8* ring, int h, int b, int lane)
         : P(P), ring(ring), entries((Entry*)(ring + SLOTS * SLOT)), h(h), lane(lane), r(lane >> 2), c(lane & 3),
-          oldest(P.lengths[b] - P.tokens), ring_at((u32)__cvta_generic_to_shared(ring)), place_k(slab_place<false>(lane)),
+          oldest(P.lengths[b] - P.tokens), ring_at(shared_address(ring)), place_k(slab_place<false>(lane)),
           place_v(slab_place<true>(lane)), head(h * 16 * D + lane * 16) {
         place_header = (lane < 16 ? SCALE_AT : MID_AT) + ((lane >> 3 & 1) * HKV + h) * 128 + (lane & 7) * 16 - lane * 16 - h * 16 * D;
     }
-    __device__ __forceinline__ void take_queries(int b) {
+    DEVICE void take_queries(int b) {
         finished_before();
         const i64 row0 = ((i64)b * HKV + h) * NCOL;
         #pragma unroll
@@ -339,7 +295,7 @@ struct Reader {
 
     // Sends for slab z of a page's K or V into a slot.
     template <bool V>
-    __device__ __forceinline__ void fetch(const Entry& e, int z, int slot) const {
+    DEVICE void fetch(const Entry& e, int z, int slot) const {
         const u32 to = ring_at + slot * SLOT;
         const u8* from = head + (z == 0 ? P.records + (i64)e.page.x * RECORD_BYTES + (V ? SLAB_BYTES : 0)
                                         : P.slabs + (i64)e.finer[V ? 2 + z : z - 1] * SLAB_BYTES);
@@ -349,14 +305,13 @@ struct Reader {
             if (z == 0) copy_16<16 * D>(to + lane * 16, from + place_header);
         }
     }
-    static __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-    static __device__ __forceinline__ void wait() {
-        asm volatile("cp.async.wait_group %0;" :: "n"(SLOTS - 2) : "memory");
+    static DEVICE void wait() {
+        wait_for_groups<SLOTS - 2>();
         __syncwarp();
     }
 
     // Centers of 16 pages at a time times queries, odd planes first as queries carry 1/4: page r (+ 8) in the rows.
-    __device__ __forceinline__ void centers(int count) {
+    DEVICE void centers(int count) {
         const u32 zero = (u32)P.width >> 31;
         for (int g = 0; g < count; g += 16) {
             int sum[NT][2] = {};
@@ -379,7 +334,7 @@ struct Reader {
                                     a[s][x] = *(const u32*)(from[s] + CENTER_AT + h * D + p * (D / 4) + 4 * (c * KW + k + x));
                         #pragma unroll
                         for (int n = 0; n < NT; n++)
-                            mma_center(acc[n], a[0][0], a[1][0], a[0][1], a[1][1], bq[n][k][p] ^ zero, k + 1 < KW ? bq[n][k + 1 < KW ? k + 1 : k][p] ^ zero : 0);
+                            mma_s8s8(acc[n], a[0][0], a[1][0], a[0][1], a[1][1], bq[n][k][p] ^ zero, k + 1 < KW ? bq[n][k + 1 < KW ? k + 1 : k][p] ^ zero : 0);
                     }
                 #pragma unroll
                 for (int n = 0; n < NT; n++)
@@ -398,11 +353,11 @@ struct Reader {
 
     // The page's numbers, from the slot of its first slab; and the largest step of V: steps are ordered as their bits are.
     struct Header { uint4 k_scales, v_scales, k_mids, v_mids; };
-    __device__ __forceinline__ Header header_of(const u8* here) const {
+    DEVICE Header header_of(const u8* here) const {
         const uint4* x = (const uint4*)(here + 16 * D + 16 * r);
         return Header{x[0], x[8], x[16], x[24]};
     }
-    static __device__ __forceinline__ float most_of(const uint4& v_scales) {
+    static DEVICE float most_of(const uint4& v_scales) {
         const u32 pairs = __vmaxu2(__vmaxu2(v_scales.x, v_scales.y), __vmaxu2(v_scales.z, v_scales.w));
         return fmaxf(max_rows(scale16(max(pairs & 0xffffu, pairs >> 16))), 1e-30f);
     }
@@ -412,7 +367,7 @@ struct Reader {
 
     // Products of a page -> weights for its V, their factors, and the running softmax.
     template <bool ALL>
-    __device__ __forceinline__ void softmax(
+    DEVICE void softmax(
         const int (&acc)[NT][4][4], const Header& x, const Reading& y, const Entry& e, float most, u32 (&w)[NT][4], float (&factor)[NT]
     ) {
         const float up = __fdividef(65280.f, most);
@@ -502,14 +457,14 @@ struct Reader {
                         for (int p = 0; p < 4; p++) o[n][k][j][p] *= keep[n];
         }
     }
-    __device__ __forceinline__ void scaled(float (&to)[NT], const float (&factor)[NT], float by) const {
+    DEVICE void scaled(float (&to)[NT], const float (&factor)[NT], float by) const {
         #pragma unroll
         for (int n = 0; n < NT; n++) to[n] = factor[n] * by;
     }
 
     // Pages [low, high) that have NK and NV planes, are read as they were encoded, whole and by all query tokens.
     template <int NK, int NV>
-    __device__ __forceinline__ void run(int low, int high) {
+    DEVICE void run(int low, int high) {
         constexpr int ALL = NK + NV, K = NK == 1 ? 2 : 2 * NK, V = NV == 1 ? 2 : 2 * NV, IK = K == 2 ? 0 : K == 4 ? 1 : 2, IV = V == 2 ? 0 : V == 4 ? 1 : 2;
         const Reading reading{1.f, 1.f, 0.5f * ((1 << K) - 1), 0.5f * ((1 << V) - 1), P.kappa[h * 9 + 4 * IK], P.variance[IK], P.variance[3 + IV]};
         int base = 0, at = low;
@@ -518,7 +473,7 @@ struct Reader {
             constexpr int j = decltype(J)::value;
             const int page = at + j / ALL;
             if (page < high) fetch<(j % ALL >= NK)>(entries[page], j % ALL < NK ? j % ALL : j % ALL - NK, ALL % 4 ? (base + j) % SLOTS : j % SLOTS);
-            commit();
+            end_group();
         };
         auto arrived = [&](auto J) -> const u8* {
             constexpr int j = decltype(J)::value;
@@ -574,12 +529,12 @@ struct Reader {
             }
             base += ALL;
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        wait_for_copies();
         __syncwarp();
     }
 
     // Any other pages: one after the other, nothing sent for ahead of a page.
-    __device__ __forceinline__ void run_any(int low, int high) {
+    DEVICE void run_any(int low, int high) {
         #pragma unroll 1
         for (int at = low; at < high; at++) {
             const Entry& e = entries[at];
@@ -594,7 +549,7 @@ struct Reader {
             int acc[NT][4][4] = {};
             #pragma unroll 1
             for (int z = 0; z < nk; z++) fetch<false>(e, z, z);
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            wait_for_copies();
             __syncwarp();
             x = header_of(ring);
             const float most = most_of(x.v_scales);
@@ -613,7 +568,7 @@ struct Reader {
             u32 w[NT][4];
             float factor[NT], by[NT];
             softmax<false>(acc, x, reading, e, most, w, factor);
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            wait_for_copies();
             __syncwarp();
             #pragma unroll 1
             for (int z = 0; z < nv; z++) {
@@ -693,38 +648,6 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
                     if (R.r * VW + k < NW) S.o[warp][col][p * (D / 4) + 4 * (R.r * VW + k) + j] = fmaf(R.o[n][k][j][p], down, offset);
                 }
     }
-}
-
-__device__ __forceinline__ float exact_at(const void* rows, i64 i) {
-#if KIND == 0
-    return ((const float*)rows)[i];
-#elif KIND == 1
-    return bf16(((const u16*)rows)[i]);
-#else
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(((const u16*)rows)[i]));
-    return y;
-#endif
-}
-
-// Eight consecutive numbers of an exact row, starting at a multiple of 8.
-__device__ __forceinline__ void exact_8(const void* rows, i64 i, float (&y)[8]) {
-#if KIND == 0
-    const float4 a = ((const float4*)rows)[i / 4], b = ((const float4*)rows)[i / 4 + 1];
-    y[0] = a.x; y[1] = a.y; y[2] = a.z; y[3] = a.w; y[4] = b.x; y[5] = b.y; y[6] = b.z; y[7] = b.w;
-#else
-    const uint4 a = ((const uint4*)rows)[i / 8];
-    const u32 w[4] = {a.x, a.y, a.z, a.w};
-    #pragma unroll
-    for (int k = 0; k < 4; k++) {
-#if KIND == 1
-        y[2 * k] = bf16(w[k]);
-        y[2 * k + 1] = as_float(w[k] & 0xffff0000u);
-#else
-        asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(y[2 * k]), "=f"(y[2 * k + 1]) : "r"(w[k]));
-#endif
-    }
-#endif
 }
 
 // Exact rows of the windows and the open page, in plain float32. The splits take such pages in turn, a warp 16 rows of a
@@ -870,7 +793,7 @@ __device__ void write(const Params& P, const Smem& S, bool packed, int split, in
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(const __grid_constant__ Params P) {
-    extern __shared__ uint4 shared[];
+    DYNAMIC_SHARED(uint4, shared);
     Smem& S = *(Smem*)shared;
     float (*weights)[NCOL][16] = (float (*)[NCOL][16])(&S + 1);
     float (*q)[D] = (float (*)[D])(weights + WARPS);
@@ -970,7 +893,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
     void* out, float* lse_packed, float* lse, float* spread
 ) {
     const int h = blockIdx.x, b = blockIdx.y, col = blockIdx.z, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
-    extern __shared__ float weights[];  // [2 * splits]
+    DYNAMIC_SHARED(float, weights);  // [2 * splits]
     __shared__ float found[2][SLICES][D], packed[D], exact[D], tops[2], mass[2], of_spread[3];
     const i64 stride = (i64)batch * HKV * NCOL * PART;
     const float* from = partial + (((i64)b * HKV + h) * NCOL + col) * PART;
@@ -1048,17 +971,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
     const float y = (wp * turned + we * exact[d]) / total;
     const int token = col / G, head = h * G + col % G;
     const i64 at = (((i64)b * tokens + token) * HKV * G + head) * D + d;
-#if KIND == 0
-    ((float*)out)[at] = y;
-#elif KIND == 1
-    u16 z;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(z) : "f"(y));
-    ((u16*)out)[at] = z;
-#else
-    u16 z;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(z) : "f"(y));
-    ((u16*)out)[at] = z;
-#endif
+    write_exact(out, at, y);
     const i64 i = ((i64)b * HKV * G + head) * tokens + token;
     if (d == 0) {
         lse_packed[i] = mass[0] > 0.f ? (tops[0] + log2f(mass[0])) * LN2 : -__int_as_float(0x7f800000);

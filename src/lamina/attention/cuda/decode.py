@@ -4,7 +4,6 @@ import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
@@ -114,8 +113,7 @@ def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
 
 @cache
 def _module(geometry: Geometry, device: torch.device) -> Module:
-    source = files("lamina.attention.cuda").joinpath("decode.cu").read_text(encoding="utf-8")
-    return Module(source, geometry.defines(), device)
+    return Module("decode", geometry.defines(), device)
 
 
 @cache

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,23 +64,30 @@ def _driver() -> Any:
         raise KernelError(f"there is no NVIDIA driver: {error}") from error
 
 
+def source_of(name: str) -> str:
+    """CUDA C++ of a file of this folder, behind what all of them use but ``device.cu``, which another compiler replaces."""
+    folder = files("lamina.attention.cuda")
+    return "".join(folder.joinpath(f"{part}.cu").read_text(encoding="utf-8") for part in ("pages", name))
+
+
 class Module:
-    """Kernels of one compiled source.
+    """Kernels of one source file.
 
     Parameters
     ----------
-    source : str
-        CUDA C++ without includes.
+    name : str
+        File of this folder, without its ending.
     defines : dict
         Macros.
     device : torch.device
         What it is compiled for and loaded on.
     """
 
-    def __init__(self, source: str, defines: dict[str, int], device: torch.device) -> None:
+    def __init__(self, name: str, defines: dict[str, int], device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         options = [*OPTIONS, f"--gpu-architecture=sm_{major}{minor}", *(f"-D{k}={v}" for k, v in defines.items())]
-        binary = _compile(source, options)
+        device_part = files("lamina.attention.cuda").joinpath("device.cu").read_text(encoding="utf-8")
+        binary = _compile(device_part + source_of(name), options)
         self.device, self.module, self.starts_early = device, ctypes.c_void_p(), major >= EARLY_SINCE
         with torch.cuda.device(device):
             torch.cuda.current_stream()
