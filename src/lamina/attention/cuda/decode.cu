@@ -39,8 +39,9 @@ struct Params {
     const int* page_ids;     // [B, width]
     const int* lengths;      // [B]
     const float* kappa;      // [HKV, 3, 3]
-    float* partial;          // [2, splits, B, HKV, NCOL, PART], packed and exact rows: values, maximum, mass, spread
-    int width, splits, tokens, sink, recent;
+    float* partial;          // [splits + exact_splits, B, HKV, NCOL, PART], packed, then exact rows: values, maximum,
+                             // mass, spread
+    int width, splits, exact_splits, exact_cost, tokens, sink, recent;
     float softcap;           // in units of log2(e), 0 for none
     float variance[6];       // of rows, in units of their squared step: K at 2, 4, 8 bits, V
     float along;             // 1/D if errors avoid the row itself
@@ -107,33 +108,31 @@ DEVICE void read_k(KRows& x, const u8* slot, int r, int c) {
         }
     }
 }
-// acc += codes of a plane of pairs times queries.
-DEVICE void dot_k(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4]) {
+// What a slab holds: pairs of bits of all planes of channels, or nibbles of planes 0 and 2 or 1 and 3.
+enum Slab { PAIRS = -1, NIBBLES_0, NIBBLES_1 };
+
+// acc += codes of a slab times queries.
+// ``zero`` is one that the compiler does not know of: for nibbles, queries go to other registers, in pairs as these
+// products take them.
+template <Slab SLAB>
+DEVICE void dot_k(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4], u32 zero) {
+    constexpr bool PAIR = SLAB == PAIRS;
+    constexpr u32 LOW = PAIR ? 0x03030303u : 0x0f0f0f0fu, HIGH = PAIR ? 0x0c0c0c0cu : 0x0f0f0f0fu;
     #pragma unroll
     for (int k = 0; k < KW; k++)
         #pragma unroll
         for (int i = 0; i < 4; i++)
             #pragma unroll
-            for (int z = 0; z < 2; z++) {
-                const u32 low = 0x03030303u, high = 0x0c0c0c0cu, a = x.w[2 * i][k] >> (4 * z), b = x.w[2 * i + 1][k] >> (4 * z);
+            for (int z = 0; z < (PAIR ? 2 : 1); z++) {
+                const u32 a = x.w[2 * i][k] >> (4 * z), b = x.w[2 * i + 1][k] >> (4 * z);
+                const u32 up_a = PAIR ? a : a >> 4, up_b = PAIR ? b : b >> 4;
                 #pragma unroll
-                for (int n = 0; n < NT; n++)
-                    mma_u8s8(acc[n][i], a & low, b & low, a & high, b & high, bq[n][k][2 * z], bq[n][k][2 * z + 1]);
+                for (int n = 0; n < NT; n++) {
+                    const u32 q0 = PAIR ? bq[n][k][2 * z] : bq[n][k][SLAB & 1] ^ zero;
+                    const u32 q1 = PAIR ? bq[n][k][2 * z + 1] : bq[n][k][2 + (SLAB & 1)] ^ zero;
+                    mma_u8s8(acc[n][i], a & LOW, b & LOW, up_a & HIGH, up_b & HIGH, q0, q1);
+                }
             }
-}
-// acc += codes of a slab of nibbles, channels of planes SLAB and SLAB + 2, times queries.
-// ``zero`` is one that the compiler does not know of: queries go to other registers, in pairs as these products take them.
-template <int SLAB>
-DEVICE void dot_k_nibbles(int (&acc)[NT][4][4], const KRows& x, const u32 (&bq)[NT][KW][4], u32 zero) {
-    #pragma unroll
-    for (int k = 0; k < KW; k++)
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u32 low = 0x0f0f0f0fu, a = x.w[2 * i][k], b = x.w[2 * i + 1][k];
-            #pragma unroll
-            for (int n = 0; n < NT; n++)
-                mma_u8s8(acc[n][i], a & low, b & low, a >> 4 & low, b >> 4 & low, bq[n][k][SLAB] ^ zero, bq[n][k][SLAB + 2] ^ zero);
-        }
 }
 DEVICE void quadruple(int (&acc)[NT][4][4]) {
     #pragma unroll
@@ -167,43 +166,29 @@ DEVICE void read_v(VRows& x, const u8* slot, int r, int c) {
         }
 }
 typedef float Out[NT][VW][4][4];  // by tile, word, byte and plane: channel plane * D/4 + 4 (r VW + word) + byte
-// o += factor * codes of a plane of pairs times weights.
+// o += factor * codes of a slab times weights.
+template <Slab SLAB>
 DEVICE void dot_v(Out& o, const VRows& x, const u32 (&w)[NT][4], const float (&factor)[NT]) {
+    constexpr bool PAIR = SLAB == PAIRS;
     #pragma unroll
     for (int k = 0; k < VW; k++)
         #pragma unroll
         for (int j = 0; j < 4; j++)
             #pragma unroll
-            for (int z = 0; z < 2; z++) {
-                const u32 low = 0x03030303u << (4 * z), high = 0x0c0c0c0cu << (4 * z);
+            for (int z = 0; z < (PAIR ? 2 : 1); z++) {
+                const u32 low = PAIR ? 0x03030303u << (4 * z) : 0x0f0f0f0fu, high = PAIR ? 0x0c0c0c0cu << (4 * z) : 0xf0f0f0f0u;
+                constexpr int S = SLAB & 1;
+                const int p0 = PAIR ? 2 * z : S, p1 = PAIR ? 2 * z + 1 : S + 2;
                 const u32 (&a)[4] = x.w[k][j];
                 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     int acc[4] = {0, 0, 0, 0};
                     mma_u8u8(acc, a[0] & low, a[0] & high, a[1] & low, a[1] & high, w[n][0], w[n][1]);
                     mma_u8u8(acc, a[2] & low, a[2] & high, a[3] & low, a[3] & high, w[n][2], w[n][3]);
-                    o[n][k][j][2 * z] = fmaf(factor[n], (float)whole(acc, 0), o[n][k][j][2 * z]);
-                    o[n][k][j][2 * z + 1] = fmaf(factor[n], (float)whole(acc, 1), o[n][k][j][2 * z + 1]);
+                    o[n][k][j][p0] = fmaf(factor[n], (float)whole(acc, 0), o[n][k][j][p0]);
+                    o[n][k][j][p1] = fmaf(factor[n], (float)whole(acc, 1), o[n][k][j][p1]);
                 }
             }
-}
-template <int SLAB>
-DEVICE void dot_v_nibbles(Out& o, const VRows& x, const u32 (&w)[NT][4], const float (&factor)[NT]) {
-    #pragma unroll
-    for (int k = 0; k < VW; k++)
-        #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const u32 low = 0x0f0f0f0fu, high = 0xf0f0f0f0u;
-            const u32 (&a)[4] = x.w[k][j];
-            #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                int acc[4] = {0, 0, 0, 0};
-                mma_u8u8(acc, a[0] & low, a[0] & high, a[1] & low, a[1] & high, w[n][0], w[n][1]);
-                mma_u8u8(acc, a[2] & low, a[2] & high, a[3] & low, a[3] & high, w[n][2], w[n][3]);
-                o[n][k][j][SLAB] = fmaf(factor[n], (float)whole(acc, 0), o[n][k][j][SLAB]);
-                o[n][k][j][SLAB + 2] = fmaf(factor[n], (float)whole(acc, 1), o[n][k][j][SLAB + 2]);
-            }
-        }
 }
 
 // What the table says of one page.
@@ -491,20 +476,20 @@ struct Reader {
             {
                 KRows k;
                 read_k(k, here, r, c);
-                dot_k(acc, k, bq);
+                dot_k<PAIRS>(acc, k, bq, 0);
                 if constexpr (NK >= 2) {
                     read_k(k, arrived(Int<1>()), r, c);
                     quadruple(acc);
-                    dot_k(acc, k, bq);
+                    dot_k<PAIRS>(acc, k, bq, 0);
                 }
                 if constexpr (NK == 4) {
                     const u32 zero = (u32)P.width >> 31;
                     read_k(k, arrived(Int<2>()), r, c);
                     quadruple(acc);
-                    dot_k_nibbles<1>(acc, k, bq, zero);
+                    dot_k<NIBBLES_1>(acc, k, bq, zero);
                     read_k(k, arrived(Int<3>()), r, c);
                     quadruple(acc);
-                    dot_k_nibbles<0>(acc, k, bq, zero);
+                    dot_k<NIBBLES_0>(acc, k, bq, zero);
                 }
             }
             u32 w[NT][4];
@@ -513,19 +498,19 @@ struct Reader {
             VRows v;
             read_v(v, arrived(Int<NK>()), r, c);
             scaled(by, factor, NV == 4 ? 64.f : NV == 2 ? 4.f : 1.f);
-            dot_v(o, v, w, by);
+            dot_v<PAIRS>(o, v, w, by);
             if constexpr (NV >= 2) {
                 read_v(v, arrived(Int<NK + 1>()), r, c);
                 scaled(by, factor, NV == 4 ? 16.f : 1.f);
-                dot_v(o, v, w, by);
+                dot_v<PAIRS>(o, v, w, by);
             }
             if constexpr (NV == 4) {
                 // Nibbles of planes 1 and 3 come out four times too small beside pairs, whose bits are at 2p.
                 read_v(v, arrived(Int<NK + 2>()), r, c);
                 scaled(by, factor, 4.f);
-                dot_v_nibbles<1>(o, v, w, by);
+                dot_v<NIBBLES_1>(o, v, w, by);
                 read_v(v, arrived(Int<NK + 3>()), r, c);
-                dot_v_nibbles<0>(o, v, w, factor);
+                dot_v<NIBBLES_0>(o, v, w, factor);
             }
             base += ALL;
         }
@@ -558,9 +543,9 @@ struct Reader {
                 KRows k;
                 read_k(k, ring + z * SLOT, r, c);
                 quadruple(acc);
-                if (z < 2) dot_k(acc, k, bq);
-                else if (z == 2) dot_k_nibbles<1>(acc, k, bq, 0);
-                else dot_k_nibbles<0>(acc, k, bq, 0);
+                if (z < 2) dot_k<PAIRS>(acc, k, bq, 0);
+                else if (z == 2) dot_k<NIBBLES_1>(acc, k, bq, 0);
+                else dot_k<NIBBLES_0>(acc, k, bq, 0);
             }
             __syncwarp();
             #pragma unroll 1
@@ -575,9 +560,9 @@ struct Reader {
                 VRows v;
                 read_v(v, ring + z * SLOT, r, c);
                 scaled(by, factor, z == 0 ? (nv == 4 ? 64.f : nv == 2 ? 4.f : 1.f) : z == 1 ? (nv == 4 ? 16.f : 1.f) : z == 2 ? 4.f : 1.f);
-                if (z < 2) dot_v(o, v, w, by);
-                else if (z == 2) dot_v_nibbles<1>(o, v, w, by);
-                else dot_v_nibbles<0>(o, v, w, by);
+                if (z < 2) dot_v<PAIRS>(o, v, w, by);
+                else if (z == 2) dot_v<NIBBLES_1>(o, v, w, by);
+                else dot_v<NIBBLES_0>(o, v, w, by);
             }
             __syncwarp();
         }
@@ -588,7 +573,12 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     Reader R(P, rings + warp * (SLOTS * SLOT + 32 * sizeof(Entry)), h, b, lane);
     const int newest = P.lengths[b] - 1, n_pages = pages_of(P, b);
-    const int first = (int)((i64)n_pages * split / P.splits), last = (int)((i64)n_pages * (split + 1) / P.splits);
+    // Splits that read exact pages too get fewer packed ones.
+    const auto start_of = [&](int split) {
+        const i64 all = n_pages + P.exact_cost * P.exact_splits;
+        return max(0, (int)(all * split / P.splits) - P.exact_cost * min(split, P.exact_splits));
+    };
+    const int first = start_of(split), last = start_of(split + 1);
     // Pages that some query of this call reads packed, dealt out to splits and warps; a warp looks 32 up at a time.
     bool fresh = true;
     for (int j0 = first + warp; j0 < last || fresh; j0 += WARPS * 32) {
@@ -650,8 +640,8 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
     }
 }
 
-// Exact rows of the windows and the open page, in plain float32. The splits take such pages in turn, a warp 16 rows of a
-// page, two lanes a row; then each lane some channels of the output.
+// Exact rows of the windows and the open page, in plain float32. The first splits take such pages in turn, a warp 16 rows
+// of a page, two lanes a row; then each lane some channels of the output.
 __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16], float (*q)[D], int split, int h, int b) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
@@ -676,7 +666,7 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
         lowest = found & 1;
         highest = high > low && found >> (high - low - 1) & 1;
         for (u32 todo = found; todo; todo &= todo - 1) {
-            if (seen++ % P.splits != split) continue;
+            if (seen++ % P.exact_splits != split) continue;
             const int at = __ffs(todo) - 1;
             const int from = __shfl_sync(~0u, mine.start, at), n = __shfl_sync(~0u, mine.rows, at);
             const bool open = __shfl_sync(~0u, mine.tier_k, at) == 0;
@@ -799,7 +789,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(c
     float (*q)[D] = (float (*)[D])(weights + WARPS);
     const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
     attend_packed(P, S, (u8*)shared, split, h, b);
+    if (split >= P.exact_splits) next_may_start();
     write(P, S, true, split, h, b);
+    if (split >= P.exact_splits) return;
     attend_exact(P, S, weights, q, split, h, b);
     next_may_start();
     write(P, S, false, split, h, b);
@@ -889,11 +881,12 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
 // Merges the partial results, turns the packed part back into the engine's basis. One block a sequence, KV head and
 // column; SLICES * WIDE threads.
 extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
-    const float* partial, const float* v_forward, const float* mean_v, int splits, int tokens, int batch,
+    const float* partial, const float* v_forward, const float* mean_v, int splits, int exact_splits, int tokens,
+    int batch,
     void* out, float* lse_packed, float* lse, float* spread
 ) {
     const int h = blockIdx.x, b = blockIdx.y, col = blockIdx.z, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
-    DYNAMIC_SHARED(float, weights);  // [2 * splits]
+    DYNAMIC_SHARED(float, weights);  // [splits + exact_splits]
     __shared__ float found[2][SLICES][D], packed[D], exact[D], tops[2], mass[2], of_spread[3];
     const i64 stride = (i64)batch * HKV * NCOL * PART;
     const float* from = partial + (((i64)b * HKV + h) * NCOL + col) * PART;
@@ -911,12 +904,12 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
     finished_before();
     // A warp for the packed part, one for the exact part: what each split counts for.
     if (threadIdx.x < 64) {
-        const int kind = threadIdx.x / 32, first = kind * splits, last = first + splits;
+        const int kind = threadIdx.x / 32, first = kind ? splits : 0, last = kind ? splits + exact_splits : splits;
         float top = NEVER, sum = 0.f, sums[3] = {0.f, 0.f, 0.f};
         for (int s = first + lane; s < last; s += 32) top = fmaxf(top, from[s * stride + D]);
         for (int z = 16; z; z >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
         for (int s = first + lane; s < last; s += 32) {
-            // Splits without exact pages, most of them, have no maximum.
+            // A split without pages has no maximum.
             const float at = from[s * stride + D], w = at == NEVER ? 0.f : exp2_(at - top);
             weights[s] = w;
             sum = fmaf(w, from[s * stride + D + 1], sum);
@@ -940,8 +933,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
         #pragma unroll 8
         for (int s = slice; s < splits; s += SLICES) a = fmaf(weights[s], from[s * stride + d], a);
         #pragma unroll 8
-        for (int s = slice; s < splits; s += SLICES)
-            if (weights[splits + s] != 0.f) e = fmaf(weights[splits + s], from[(splits + s) * stride + d], e);
+        for (int s = splits + slice; s < splits + exact_splits; s += SLICES) e = fmaf(weights[s], from[s * stride + d], e);
         found[0][slice][d] = a;
         found[1][slice][d] = e;
     }

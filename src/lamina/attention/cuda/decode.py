@@ -22,6 +22,8 @@ PAGES_AHEAD = 32
 COLUMNS_PER_TILE = 4
 MOST_TILES = 4
 MOST_DIM = 256
+EXACT_COST = 4
+"""Packed pages that take as long as an exact one, about."""
 MOST_WAVES = 4
 """Times that the grid may fill the GPU, which evens out sequences of different lengths."""
 OLDEST = (8, 0)
@@ -35,7 +37,9 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (
             "q", "q_meta", "q_exact", "records", "slabs", "exact", "table", "page_ids", "lengths", "kappa", "partial"
         )),
-        *((name, ctypes.c_int) for name in ("width", "splits", "tokens", "sink", "recent")),
+        *((name, ctypes.c_int) for name in (
+            "width", "splits", "exact_splits", "exact_cost", "tokens", "sink", "recent"
+        )),
         ("softcap", ctypes.c_float),
         ("variance", ctypes.c_float * 6),
         ("along", ctypes.c_float),
@@ -147,12 +151,16 @@ def attend_cuda(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int |
     if splits is None:
         splits = geometry.splits(batch * n_kv, width, _processors(device))
 
+    # Exact pages are those of the windows and up to two open or cut ones; one a split is enough.
+    windows = (window.sink + window.recent) // PAGE_TOKENS
+    exact_splits, exact_cost = min(splits, windows + 2), EXACT_COST if windows else 0
+
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     packed = empty(batch, n_kv, 2 * columns, dim, dtype=torch.int8)
     meta, exact = empty(batch, n_kv, columns, 4), empty(batch, n_kv, columns, dim)
-    partial = empty(2, splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
+    partial = empty(splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
     out = empty(batch, tokens, n_q, dim, dtype=q_bhtd.dtype)
     lse_packed, lse = empty(2, batch, n_q, tokens)
     spread = empty(batch, n_q, tokens, 3) if rows is not None else None
@@ -167,14 +175,14 @@ def attend_cuda(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int |
     held = (packed, meta, exact, view.records, view.slabs, view.exact, table, page_ids, lengths, basis.kappa, partial)
     variance = (0.0,) * 6 if rows is None else (*rows.variance[0], *rows.variance[1])
     params = _Params(
-        *(t.data_ptr() for t in held), width, splits, tokens, window.sink, window.recent,
+        *(t.data_ptr() for t in held), width, splits, exact_splits, exact_cost, tokens, window.sink, window.recent,
         basis.softcap * log2e, (ctypes.c_float * 6)(*variance), 1 / dim if rows is not None and rows.aligned else 0.0,
     )  # fmt: skip
     grid = (splits, n_kv, batch)
     kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
     kernels.launch(
         "lamina_merge", (n_kv, batch, group * tokens), geometry.row_threads, partial, basis.v_forward, basis.mean_v,
-        splits, tokens, batch, out, lse_packed, lse, lse if spread is None else spread,
-        shared=8 * splits, early=True,
+        splits, exact_splits, tokens, batch, out, lse_packed, lse, lse if spread is None else spread,
+        shared=4 * (splits + exact_splits), early=True,
     )  # fmt: skip
     return AttentionOutput(out, lse_packed, lse, spread)

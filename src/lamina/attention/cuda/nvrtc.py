@@ -65,7 +65,7 @@ def _driver() -> Any:
 
 
 def source_of(name: str) -> str:
-    """CUDA C++ of a file of this folder, behind what all of them use but ``device.cu``, which another compiler replaces."""
+    """CUDA C++ of a file of this folder, all but ``device.cu``, for which another compiler has its own."""
     folder = files("lamina.attention.cuda")
     return "".join(folder.joinpath(f"{part}.cu").read_text(encoding="utf-8") for part in ("pages", name))
 
