@@ -36,23 +36,25 @@ class HostModule:
     Parameters
     ----------
     name : str
-        File of ``lamina/attention/cuda``, without its ending; or CUDA C++ itself.
+        File of ``lamina/attention/cuda``, without its ending.
     defines : dict
         Macros.
     device : torch.device
         The CPU.
+    source : str, optional
+        CUDA C++ to take in place of that file's.
     """
 
-    def __init__(self, name: str, defines: dict[str, int], device: torch.device) -> None:
+    def __init__(self, name: str, defines: dict[str, int], device: torch.device, source: str | None = None) -> None:
         self.device = torch.device(device)
         if self.device.type != "cpu":
             raise KernelError(f"kernels run on the CPU here, not on {device}")
-        source = source_of(name) if re.fullmatch(r"\w+", name) else name
-        self.names = KERNEL.findall(source)
-        macros = "".join(f"#define {k} {v}\n" for k, v in defines.items())
-        kernels = "".join(f"HOST_KERNEL({name})\n" for name in self.names)
-        device_part = Path(__file__).with_name("device.hpp").read_text(encoding="utf-8")
-        self.library = _library(f'{device_part}\n{macros}#line 1 "{name[:20].split()[0]}"\n{source}\n{kernels}}}\n')
+        source = source_of(name) if source is None else source
+        self.names, self.launches = KERNEL.findall(source), 0
+        first = [Path(__file__).with_name(f"{part}.hpp").read_text(encoding="utf-8") for part in ("fibers", "device")]
+        macros = [f"#define {macro} {value}\n" for macro, value in defines.items()]
+        kernels = [f"HOST_KERNEL({kernel})\n" for kernel in self.names]
+        self.library = _library("".join([*first, *macros, f'#line 1 "{name}.cu"\n', source, "\n", *kernels, "}\n"]))
 
     def launch(
         self, name: str, grid: Sequence[int], threads: int, *arguments: Any, shared: int = 0, early: bool = False
@@ -72,7 +74,8 @@ class HostModule:
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values))
         function = getattr(self.library, f"host_{name}")
         function.restype = ctypes.c_char_p
-        error = function((ctypes.c_uint * 3)(*grid), threads, shared, pointers)
+        error = function((ctypes.c_uint * 3)(*grid), threads, shared, self.launches, pointers)
+        self.launches += 1
         if error:
             raise KernelError(f"{name}: {error.decode()}")
 

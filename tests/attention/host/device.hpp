@@ -1,29 +1,5 @@
-// Stands in for device.cu on the CPU: kernels run as they are, one block after the other, each thread of a block a fiber.
-//
-// A thread runs until it waits for others: at a product, a shuffle, __syncwarp or __syncthreads. Which of the threads that
-// can go on does so first changes from turn to turn, so that threads which count on an order do not get it every time.
-// Memory of a block holds 0xff until it is written, and so does what an asynchronous copy writes until it is waited for.
-
-#include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <string.h>
-#include <sys/mman.h>
-
-#include <type_traits>
-#include <utility>
-#include <vector>
-
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
-
-namespace {
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
+// What stands in for device.cu behind fibers.hpp: CUDA's own names, then those of device.cu.
+// An asynchronous copy writes 0xff when it is sent for, and arrives only when its thread waits for it.
 
 #define __global__
 #define __device__
@@ -31,11 +7,9 @@ typedef long long i64;
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static __attribute__((section("block_memory"), aligned(16)))
 #define DEVICE inline
 #define DYNAMIC_SHARED(TYPE, NAME) TYPE* NAME = (TYPE*)host::dynamic
 
-struct dim3 { u32 x, y, z; };
 struct alignas(8) int2 { int x, y; };
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(8) float2 { float x, y; };
@@ -49,215 +23,6 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-dim3 threadIdx, blockIdx, blockDim, gridDim;
-
-// ------------------------------------------------------------------------------------------------- threads of a block
-namespace host {
-
-constexpr int STACK = 1 << 18, MOST_THREADS = 1024, MOST_DYNAMIC = 227 * 1024, BEYOND = 4096;
-
-// Where a fiber, or the loop that runs them, goes on.
-#if defined(__x86_64__)
-typedef void* Place;
-asm(R"(
-    .text
-    .type switch_fiber, @function
-switch_fiber:
-    push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15
-    mov %rsp, (%rdi)
-    mov %rsi, %rsp
-    pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp
-    ret
-)");
-extern "C" void switch_fiber(Place*, Place) __asm__("switch_fiber");
-void go(Place& from, Place& to) { switch_fiber(&from, to); }
-void prepare(Place& place, char* stack, void (*start)()) {
-    void** top = (void**)(stack + STACK) - 2;  // a function starts with its stack 8 bytes off a multiple of 16
-    *top = (void*)start;
-    top[1] = nullptr;
-    place = top - 6;
-}
-#else
-typedef ucontext_t Place;
-void go(Place& from, Place& to) { swapcontext(&from, &to); }
-void prepare(Place& place, char* stack, void (*start)()) {
-    getcontext(&place);
-    place.uc_stack.ss_sp = stack;
-    place.uc_stack.ss_size = STACK;
-    makecontext(&place, start, 0);
-}
-#endif
-
-struct Copy { void* to; const void* from; };
-struct Thread {
-    Place place;
-    int lane, warp;
-    const char* waits_at;  // name of the operation that it waits to happen
-    u32 mask;              // lanes that take part
-    void* operands;
-    std::vector<std::vector<Copy>> groups;  // of copies, the last of them open
-};
-struct Warp { u32 can_go, waits, returned; };
-
-Thread threads[MOST_THREADS], *self;
-Warp warps[MOST_THREADS / 32];
-Place loop;
-int count, at_barrier;
-char* stacks;
-char error[1000];
-u32 random_bits;
-void (*run_kernel)();
-
-alignas(16) __attribute__((section("block_memory"))) u8 dynamic[MOST_DYNAMIC + BEYOND] = {0};
-extern "C" u8 __start_block_memory[], __stop_block_memory[];
-
-// Ends the launch; the calling thread does not go on.
-[[noreturn]] void fail(const char* format, ...) {
-    va_list values;
-    va_start(values, format);
-    const int n = snprintf(error, sizeof error, "thread %u of block (%u, %u, %u): ", threadIdx.x, blockIdx.x, blockIdx.y, blockIdx.z);
-    vsnprintf(error + n, sizeof error - n, format, values);
-    va_end(values);
-    Place nowhere;
-    for (;;) go(nowhere, loop);
-}
-bool coin() { return (random_bits = random_bits * 1664525u + 1013904223u) >> 31; }
-__attribute__((noinline)) void pause() {
-    warps[self->warp].can_go &= ~(1u << self->lane);
-    go(self->place, loop);
-}
-void start() {
-    run_kernel();
-    warps[self->warp].returned |= 1u << self->lane;
-    self->waits_at = nullptr;
-    pause();
-}
-void resume(int i) {
-    self = &threads[i];
-    threadIdx.x = i;
-    go(loop, self->place);
-}
-
-// The lanes of ``mask`` come together: the last to arrive does it for all of them, given every lane's operands.
-template <class Operands, class Together>
-__attribute__((noinline)) void together(const char* name, u32 mask, Operands& mine, Together do_it) {
-    Warp& warp = warps[self->warp];
-    Thread* lanes = &threads[32 * self->warp];
-    if (!(mask >> self->lane & 1)) fail("%s with a mask of %08x, which leaves out the calling lane", name, mask);
-    if (mask & warp.returned) fail("%s with a mask of %08x, of which %08x have returned", name, mask, mask & warp.returned);
-    self->waits_at = name;
-    self->mask = mask;
-    self->operands = &mine;
-    warp.waits |= 1u << self->lane;
-    bool all = (warp.waits & mask) == mask;
-    for (u32 todo = mask; all && todo; todo &= todo - 1) {
-        const Thread& other = lanes[__builtin_ctz(todo)];
-        all = other.mask == mask && !strcmp(other.waits_at, name);
-    }
-    if (!all) return pause();
-    Operands* operands[32] = {};
-    for (u32 todo = mask; todo; todo &= todo - 1) operands[__builtin_ctz(todo)] = (Operands*)lanes[__builtin_ctz(todo)].operands;
-    do_it(operands);
-    warp.waits &= ~mask;
-    warp.can_go |= mask;
-}
-
-// Of threads that wait for the same, the first is named.
-void describe_what_waits() {
-    int n = snprintf(error, sizeof error, "no thread of block (%u, %u, %u) can go on:", blockIdx.x, blockIdx.y, blockIdx.z);
-    for (int i = 0, next; i < count; i = next) {
-        const Thread& x = threads[i];
-        for (next = i + 1; next < count && threads[next].waits_at == x.waits_at && threads[next].mask == x.mask;) next++;
-        const size_t left = sizeof error - n;
-        if (x.waits_at) n += snprintf(error + n, left, " %d to %d wait at %s, mask %08x;", i, next - 1, x.waits_at, x.mask);
-        else n += snprintf(error + n, left, " %d to %d have returned;", i, next - 1);
-        if (n >= (int)sizeof error) return;
-    }
-}
-
-void run_block(int shared) {
-    memset(__start_block_memory, 0xff, __stop_block_memory - __start_block_memory);
-    at_barrier = 0;
-    for (int i = 0; i < count; i++) {
-        Thread& x = threads[i];
-        x.lane = i % 32;
-        x.warp = i / 32;
-        x.waits_at = nullptr;
-        x.mask = 0;
-        x.groups.assign(1, {});
-        prepare(x.place, stacks + (size_t)i * STACK, start);
-        if (x.lane == 0) warps[x.warp] = {0, 0, ~0u};
-        warps[x.warp].can_go |= 1u << x.lane;
-        warps[x.warp].returned &= ~(1u << x.lane);
-    }
-    const int n_warps = (count + 31) / 32;
-    for (bool any = true; any;) {
-        any = false;
-        const bool last_first = coin();
-        for (int i = 0; i < n_warps; i++) {
-            Warp& warp = warps[last_first ? n_warps - 1 - i : i];
-            while (warp.can_go) {
-                any = true;
-                const bool high_first = coin();
-                for (u32 todo = warp.can_go; todo;) {
-                    const int lane = high_first ? 31 - __builtin_clz(todo) : __builtin_ctz(todo);
-                    todo &= ~(1u << lane);
-                    resume(32 * (int)(&warp - warps) + lane);
-                    if (error[0]) return;
-                }
-            }
-        }
-    }
-    for (int w = 0; w < n_warps; w++)
-        if (warps[w].returned != ~0u) return describe_what_waits();
-    for (int i = shared; i < shared + BEYOND; i++)
-        if (dynamic[i] != 0xff) {
-            snprintf(error, sizeof error, "block (%u, %u, %u) wrote byte %d of %d bytes of shared memory", blockIdx.x, blockIdx.y, blockIdx.z, i, shared);
-            return;
-        }
-}
-
-// Runs a grid; what went wrong, or null.
-const char* run_grid(const u32* grid, int threads_, int shared, void (*kernel)()) {
-    error[0] = 0;
-    if (threads_ < 1 || threads_ > MOST_THREADS || shared < 0 || shared > MOST_DYNAMIC) return "a block cannot be as large";
-    if (!stacks) stacks = (char*)mmap(nullptr, (size_t)MOST_THREADS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    for (int i = 0; i < MOST_THREADS; i++) mprotect(stacks + (size_t)i * STACK, 4096, PROT_NONE);
-    run_kernel = kernel;
-    count = threads_;
-    gridDim = {grid[0], grid[1], grid[2]};
-    blockDim = {(u32)threads_, 1, 1};
-    threadIdx = {0, 0, 0};
-    for (blockIdx.z = 0; blockIdx.z < grid[2]; blockIdx.z++)
-        for (blockIdx.y = 0; blockIdx.y < grid[1]; blockIdx.y++)
-            for (blockIdx.x = 0; blockIdx.x < grid[0]; blockIdx.x++) {
-                run_block(shared);
-                if (error[0]) return error;
-            }
-    return nullptr;
-}
-
-// Calls a kernel with arguments that are where ``values`` points, as the driver does.
-template <class... P, size_t... I>
-void call(void (*kernel)(P...), void** values, std::index_sequence<I...>) { kernel(*(P*)values[I]...); }
-template <class... P>
-void call(void (*kernel)(P...), void** values) { call(kernel, values, std::index_sequence_for<P...>()); }
-// Sizes of a kernel's arguments, 0 after the last.
-template <class... P>
-const int* sizes_of(void (*)(P...)) { static const int sizes[] = {(int)sizeof(P)..., 0}; return sizes; }
-void** values_of_kernel;
-
-// host_NAME and host_sizes_NAME, for whoever loads this.
-#define HOST_KERNEL(NAME) \
-    extern "C" __attribute__((visibility("default"))) const int* host_sizes_##NAME() { return host::sizes_of(NAME); } \
-    extern "C" __attribute__((visibility("default"))) const char* host_##NAME(const u32* grid, int threads, int shared, void** values) { \
-        host::values_of_kernel = values; \
-        return host::run_grid(grid, threads, shared, [] { host::call(NAME, host::values_of_kernel); }); \
-    }
-
-}  // namespace host
-
-// ------------------------------------------------------------------------------------------- what CUDA gives by itself
 void __syncthreads() {
     using namespace host;
     self->waits_at = "__syncthreads";
@@ -374,7 +139,7 @@ template <class T, class X> T atomicMax(T* to, X x) { const T old = *to; *to = o
 template <class T, class X> T atomicMin(T* to, X x) { const T old = *to; *to = old < (T)x ? old : (T)x; return old; }
 template <class T, class X> T atomicOr(T* to, X x) { const T old = *to; *to = old | (T)x; return old; }
 
-// ---------------------------------------------------------------------------------------------- what device.cu defines
+// ------------------------------------------------------------------------------------------------ names of device.cu
 inline void finished_before() {}
 inline void next_may_start() {}
 
