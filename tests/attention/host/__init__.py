@@ -65,12 +65,16 @@ class HostModule:
         values = [_argument(x) for x in arguments]
         sizes_of = getattr(self.library, f"host_sizes_{name}")
         sizes_of.restype = ctypes.POINTER(ctypes.c_int)
-        expected = sizes_of()
-        for i, value in enumerate(values):
-            if expected[i] != ctypes.sizeof(value):
-                raise KernelError(f"argument {i} of {name} has {ctypes.sizeof(value)} bytes instead of {expected[i]}")
-        if expected[len(values)]:
-            raise KernelError(f"{name} takes more than {len(values)} arguments")
+        expected: list[int] = []
+        for size in sizes_of():
+            if not size:
+                break
+            expected.append(size)
+        if len(values) != len(expected):
+            raise KernelError(f"{name} takes {len(expected)} arguments, not {len(values)}")
+        for i, (value, size) in enumerate(zip(values, expected)):
+            if ctypes.sizeof(value) != size:
+                raise KernelError(f"argument {i} of {name} has {ctypes.sizeof(value)} bytes instead of {size}")
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values))
         function = getattr(self.library, f"host_{name}")
         function.restype = ctypes.c_char_p

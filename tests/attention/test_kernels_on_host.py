@@ -1,0 +1,137 @@
+"""The CUDA kernels, run on the CPU, against the oracle: the cases of the other paths, and random ones."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle
+
+import numpy as np
+import pytest
+import torch
+from host import needs_compiler, on_host
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_paths import CASES, Case, build, shed_some
+
+import oracle
+from helpers import generator, layer_profile, make_store, oracle_basis, poison, random_rows, relative_error, stored
+from lamina.attention.cuda import decode
+from lamina.attention.cuda.decode import MOST_DIM, attend_cuda
+from lamina.attention.types import AttentionOutput
+from lamina.codec import CodecConfig
+from lamina.codec.gaussian import gaussian_rows
+from lamina.pages import WindowConfig
+
+pytestmark = needs_compiler
+
+COLUMNS = 16
+SERVED = [case for case in CASES if case.dim <= MOST_DIM and case.group <= COLUMNS]
+LENGTHS = (7, 64, 65, 131, 200, 259, 330, 399, 400)
+PLAIN = ("wide", "bf16", "softcap", "mixed-shed")
+TIERS = [(k, v) for k in (2, 4, 8) for v in (2, 4, 8)]
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_the_host() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        on_host(patch, decode)
+        yield
+
+
+def errors(got: AttentionOutput, expected: tuple[np.ndarray, ...]) -> tuple[float, float, float, float]:
+    """Of the output, relative; of the log-sum-exps; of the spread, relative to its maximum."""
+    out, lse_packed, lse, spread = expected
+    packed, finite = got.lse_packed.numpy(), np.isfinite(lse_packed)
+    assert np.array_equal(np.isfinite(packed), finite)
+    return (
+        relative_error(got.out.double().numpy(), out),
+        float(np.abs(got.lse.numpy() - lse).max()),
+        float(np.abs(packed[finite] - lse_packed[finite]).max(initial=0)),
+        0.0 if got.spread is None else float(np.abs(got.spread.numpy() - spread).max() / max(spread.max(), 1e-9)),
+    )
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda c: c.id)
+def test_decode(case: Case) -> None:
+    """As many query tokens as the kernels take, while the sequences grow."""
+    store, basis, q, k, v = build(case)
+    theirs, most = oracle_basis(basis), min(8, COLUMNS // case.group)
+    at, splits = 0, cycle((2, None, 3, 1))
+    for call, end in enumerate((*LENGTHS, case.tokens) if case.tokens > LENGTHS[-1] else LENGTHS):
+        store.append(k[:, :, at:end], v[:, :, at:end])
+        if call == 5:
+            shed_some(store, case.shed)
+        view, q_now = store.view(), q[:, :, max(0, end - most) : end].to(case.dtype)
+        expected = oracle.attend(q_now.float().numpy(), stored(view), theirs)
+        got = attend_cuda(q_now, view, basis, splits=next(splits)).with_sinks(basis.sinks)
+        worst = max(errors(got, expected))
+        assert worst < (1e-2 if case.dtype == torch.bfloat16 else 5e-3), f"{worst} after {end} tokens"
+        at = end
+    if case.id in PLAIN:
+        plain = attend_cuda(q_now, view, replace(basis, rows=None), splits=3).with_sinks(basis.sinks)
+        assert plain.spread is None and torch.allclose(plain.out.float(), got.out.float(), atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kernel is compiled for, but for the tiles, which follow from the query tokens."""
+
+    dim: int
+    heads: int
+    group: int
+    tokens: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+    centered: bool = True
+    capped: bool = False
+    measured: bool = True
+
+
+KINDS = [
+    Kind(16, 2, 1, (5, 8)),
+    Kind(32, 1, 2, (7, 8), torch.float16, capped=True),
+    Kind(48, 1, 3, (3, 4), centered=False, capped=True, measured=False),
+    Kind(48, 2, 1, (1, 4), torch.float16),
+    Kind(16, 1, 4, (1, 1), torch.float16, centered=False),
+    Kind(32, 3, 5, (1, 1), measured=False),
+]
+
+
+@settings(max_examples=40)
+@given(kind=st.sampled_from(KINDS), data=st.data())
+def test_decode_of_random_sequences(kind: Kind, data: st.DataObject) -> None:
+    """Sequences of different lengths, grown in pieces and cropped; undefined memory holds NaN."""
+    tokens = data.draw(st.integers(*kind.tokens), "query tokens")
+    batch = data.draw(st.integers(1, 3), "batch")
+    window = data.draw(st.sampled_from([(0, 0, 0), (64, 0, 0), (0, 64, 0), (64, 64, 64), (64, 192, 0)]), "window")
+    tiers = data.draw(st.lists(st.sampled_from(TIERS), min_size=1, max_size=6), "tiers")
+    rule = data.draw(st.sampled_from(["unbiased", "minmax"]), "rule")
+    seed = data.draw(st.integers(0, 99), "seed")
+    codec = CodecConfig(center=kind.centered, rule=rule)  # type: ignore[arg-type]
+    store, basis = make_store(
+        kind.heads, kind.dim, tiers=cycle(tiers).__next__, window=WindowConfig(*window), dtype=kind.dtype, codec=codec,
+        profile=layer_profile(kind.heads, kind.dim, seed),
+    )  # fmt: skip
+    rows = gaussian_rows(codec, kind.dim) if kind.measured else None
+    basis = replace(basis, softcap=3.0 if kind.capped else 0.0, rows=rows)
+    pieces = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=4), "pieces")
+    crop = data.draw(st.integers(0, len(pieces) - 1), "crop after")
+    for i, piece in enumerate([*pieces, tokens]):
+        k, v = random_rows(batch, kind.heads, piece, kind.dim, seed + i, kind.dtype)
+        if i < len(pieces):
+            store.append(k, v, torch.rand(batch, piece, generator=generator(seed + i)) < 0.9)
+        else:
+            store.append(k, v)
+        if i == crop and crop:
+            shares = data.draw(st.lists(st.floats(0.3, 1), min_size=batch, max_size=batch), "kept")
+            store.crop([int(s.length * share) for s, share in zip(store.sequences, shares)])
+        if data.draw(st.booleans(), "shed"):
+            shed_some(store, 5)
+    n_q = kind.heads * kind.group
+    layout = data.draw(st.permutations(range(3)), "order of q's dimensions")
+    q = torch.randn(*((batch, n_q, tokens)[i] for i in layout), kind.dim + 16, generator=generator(seed))
+    q = q.to(kind.dtype)[..., 8:-8].permute(*(layout.index(i) for i in range(3)), 3)
+    view = store.view()
+    expected = oracle.attend(q.double().numpy(), stored(view), oracle_basis(basis))
+    poison(store)
+    got = attend_cuda(q, view, basis, splits=data.draw(st.integers(1, 5), "splits"))
+    assert got.out.dtype == kind.dtype and (got.spread is None) == (not kind.measured)
+    assert max(errors(got, expected)) < 2e-3
