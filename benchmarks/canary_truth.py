@@ -34,7 +34,7 @@ from lamina.control.live import RING_TOKENS
 from lamina.engines.hf_settings import layer_scaling
 from lamina.eval.drift import attention_drift
 from lamina.eval.layer_drift import LayerRows, record_rows
-from lamina.pages import Budget, LayerStore
+from lamina.pages import Budget, EncodingWriter, LayerStore
 from lamina.pages.table import EXACT, START, TIER
 
 QUERIES = 32
@@ -45,7 +45,7 @@ def store_of(rows: LayerRows, encoder: PageEncoder, bits: tuple[int, int]) -> La
     """All rows of a layer in pages of one tier, as a cache with a controller keeps them."""
     heads, _, dim = rows.keys.shape
     store = LayerStore(
-        heads, dim, rows.keys.dtype, "cpu", window=WindowConfig(), encoder=encoder, tiers=lambda: bits,
+        heads, dim, rows.keys.dtype, "cpu", window=WindowConfig(), writer=EncodingWriter(encoder), tiers=lambda: bits,
         budget=Budget(),
     )  # fmt: skip
     store.append(rows.keys[None], rows.values[None])

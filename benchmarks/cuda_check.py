@@ -15,7 +15,7 @@ from lamina.basis.calibrate import calibrate
 from lamina.basis.encoder import PageEncoder
 from lamina.codec import CodecConfig
 from lamina.engines.hf import LaminaCache, cache_kwarg
-from lamina.pages import Budget, LayerStore, WindowConfig
+from lamina.pages import Budget, EncodingWriter, LayerStore, WindowConfig
 
 
 def against_reference(profile, device: str) -> None:
@@ -24,7 +24,7 @@ def against_reference(profile, device: str) -> None:
     for bits in ((2, 2), (4, 2), (8, 8), (2, 4)):
         encoder = PageEncoder(profile.layers[0], CodecConfig(), dim**-0.5, device)
         store = LayerStore(
-            heads, dim, torch.bfloat16, device, window=WindowConfig(), encoder=encoder,
+            heads, dim, torch.bfloat16, device, window=WindowConfig(), writer=EncodingWriter(encoder),
             tiers=lambda bits=bits: bits, budget=Budget(),
         )  # fmt: skip
         basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)

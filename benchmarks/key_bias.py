@@ -21,7 +21,7 @@ from lamina.basis.calibrate import CalibrationConfig, calibrate, capturing, forw
 from lamina.basis.encoder import PageEncoder
 from lamina.eval.arms import LAMINA, OSCAR, PUBLISHED
 from lamina.eval.drift import attention_drift
-from lamina.pages import Budget, LayerStore, WindowConfig
+from lamina.pages import Budget, EncodingWriter, LayerStore, WindowConfig
 
 BIASED = {0: 280.0, 7: 900.0}
 MAX_POSITIONS = 32768
@@ -89,7 +89,7 @@ def drift(model: Qwen2ForCausalLM, profile, codec, ids: torch.Tensor, offset: in
         r = recorders[i]
         encoder = PageEncoder(profile.layers[i], codec, r.k.shape[-1] ** -0.5, "cpu")
         store = LayerStore(
-            r.k.shape[0], r.k.shape[-1], r.k.dtype, "cpu", window=WindowConfig(), encoder=encoder,
+            r.k.shape[0], r.k.shape[-1], r.k.dtype, "cpu", window=WindowConfig(), writer=EncodingWriter(encoder),
             tiers=lambda: (2, 2), budget=Budget(), centered=codec.center,
         )  # fmt: skip
         store.append(r.k[None], r.v[None])

@@ -13,7 +13,7 @@ from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile
 from lamina.basis.transforms import make_transform
 from lamina.codec import CodecConfig
-from lamina.pages import Budget, LayerStore, WindowConfig
+from lamina.pages import Budget, EncodingWriter, LayerStore, WindowConfig
 
 HEADS = 3
 
@@ -24,7 +24,14 @@ def make_store(dim: int, bits: tuple[int, int]) -> LayerStore:
     profile = LayerProfile(transform, torch.zeros(HEADS, 3, 3), torch.ones(HEADS), torch.ones(HEADS))
     encoder = PageEncoder(profile, CodecConfig(), dim**-0.5, "cpu")
     return LayerStore(
-        HEADS, dim, torch.bfloat16, "cpu", window=WindowConfig(), encoder=encoder, tiers=lambda: bits, budget=Budget()
+        HEADS,
+        dim,
+        torch.bfloat16,
+        "cpu",
+        window=WindowConfig(),
+        writer=EncodingWriter(encoder),
+        tiers=lambda: bits,
+        budget=Budget(),
     )
 
 

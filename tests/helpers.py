@@ -15,7 +15,7 @@ from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile
 from lamina.basis.transforms import LayerTransform
 from lamina.codec import CodecConfig
-from lamina.pages import Budget, LayerStore, StoreView, WindowConfig
+from lamina.pages import Budget, EncodingWriter, LayerStore, StoreView, WindowConfig
 
 START, ROWS, TIER, FINE, FINEST, EXACT = 0, 1, 2, 4, 6, 10
 Tiers = tuple[int, int]
@@ -68,14 +68,15 @@ def make_store(
     budget: Budget | None = None,
     profile: LayerProfile | None = None,
     name: str = "layer 0",
+    mirrored: bool = False,
 ) -> tuple[LayerStore, ReadBasis]:
     """Store of one layer, and the basis to read it with."""
     codec = codec or CodecConfig()
     encoder = PageEncoder(profile or layer_profile(heads, dim), codec, dim**-0.5, "cpu")
     hand_out = tiers if callable(tiers) else repeat(tiers).__next__
     store = LayerStore(
-        heads, dim, dtype, "cpu", window=window or WindowConfig(), encoder=encoder, tiers=hand_out,
-        budget=budget or Budget(), centered=codec.center, name=name,
+        heads, dim, dtype, "cpu", window=window or WindowConfig(), writer=EncodingWriter(encoder), tiers=hand_out,
+        budget=budget or Budget(), centered=codec.center, name=name, mirrored=mirrored,
     )  # fmt: skip
     basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
     return store, basis
@@ -151,7 +152,7 @@ def without_exact(pages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def storage_bytes(store: LayerStore) -> int:
     """Bytes of every tensor that the store owns, found without its own accounting."""
-    tensors = [t for pool in store.arena.pools for t in pool.data] + [store.page_ids()]
+    tensors = [t for pool in store.arena.pools for t in pool.data] + [store.page_ids(), store.view().page_ids]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -1,6 +1,7 @@
 """Random lives: whatever is appended, cropped, shed, compacted and reset, the store stays consistent."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from helpers import (
 )  # fmt: skip
 from lamina.attention.cpu import attend_cpu
 from lamina.attention.types import ReadBasis
-from lamina.pages import Budget, LayerStore, WindowConfig
+from lamina.pages import Budget, LayerStore, StoreView, WindowConfig
 
 HEADS, DIM = 1, 16
 PROFILE = layer_profile(HEADS, DIM, seed=8)
@@ -47,13 +48,19 @@ tiers = st.lists(st.tuples(*[st.sampled_from([2, 4, 8])] * 2), min_size=1, max_s
 class Model:
     """What the store should hold: the rows of each sequence, nothing else."""
 
-    def __init__(self, window: WindowConfig, tiers: list[tuple[int, int]]) -> None:
+    def __init__(self, window: WindowConfig, tiers: list[tuple[int, int]], mirrored: bool) -> None:
         self.budget, self.calls = Budget(), 0
         self.g = generator(len(tiers))
         self.basis: ReadBasis
         self.store: LayerStore
         self.store, self.basis = make_store(
-            HEADS, DIM, window=window, budget=self.budget, profile=PROFILE, tiers=lambda: tiers[self.calls % len(tiers)]
+            HEADS,
+            DIM,
+            window=window,
+            budget=self.budget,
+            profile=PROFILE,
+            tiers=lambda: tiers[self.calls % len(tiers)],
+            mirrored=mirrored,
         )
         self.rows = torch.empty(2, 2, HEADS, 0, DIM)  # k or v, sequence
 
@@ -88,11 +95,24 @@ class Model:
         assert self.budget.used == 0 or self.store.page_ids().numel() == self.budget.used == 0
 
 
+def view(store: LayerStore) -> StoreView:
+    return replace(store.view(), table=store.arena.table, page_ids=store.page_ids())
+
+
+def check_mirror(store: LayerStore) -> None:
+    """What the device is told, in as few words as goes, is what there is."""
+    seen, ids = store.view(), store.page_ids()
+    used = ids[ids >= 0].long()
+    assert torch.equal(seen.table[used], store.arena.device_rows(used) if store.arena.mirrored else seen.table[used])
+    assert torch.equal(seen.page_ids[:, : ids.shape[1]], ids) and bool((seen.page_ids[:, ids.shape[1] :] == -1).all())
+
+
 def check(model: Model) -> None:
     store = model.store
     check_slots(store)
     assert sum(store.memory().values()) == storage_bytes(store) == model.budget.used
-    s = stored(store.view())
+    check_mirror(store)
+    s = stored(view(store))
     for b, sequence in enumerate(store.sequences):
         assert sequence.length == model.length
         at = 0
@@ -122,11 +142,11 @@ def check_codes(s: oracle.Stored, page: int, n: int, rows: torch.Tensor) -> None
 
 
 @settings(max_examples=40)
-@given(steps, windows, tiers)
+@given(steps, windows, tiers, st.booleans())
 def test_a_store_holds_what_was_appended_and_not_cropped(
-    steps: list[tuple[str, int]], window: tuple[int, int, int], tiers: list[tuple[int, int]]
+    steps: list[tuple[str, int]], window: tuple[int, int, int], tiers: list[tuple[int, int]], mirrored: bool
 ) -> None:
-    model = Model(WindowConfig(*window), tiers)
+    model = Model(WindowConfig(*window), tiers, mirrored)
     for name, n in steps:
         act: Callable[[int], None] = getattr(model, name)
         act(n)
@@ -134,8 +154,8 @@ def test_a_store_holds_what_was_appended_and_not_cropped(
     model.append(3)
     check(model)
     q = torch.randn(2, 2, 3, DIM, generator=model.g)
-    expected, lse_packed, lse, _ = oracle.attend(q.numpy(), stored(model.store.view()), oracle_basis(model.basis))
-    result = attend_cpu(q, model.store.view(), model.basis)
+    expected, lse_packed, lse, _ = oracle.attend(q.numpy(), stored(view(model.store)), oracle_basis(model.basis))
+    result = attend_cpu(q, view(model.store), model.basis)
     assert relative_error(result.out.numpy(), expected) < 2e-3
     np.testing.assert_allclose(result.lse.numpy(), lse, atol=2e-3)
     np.testing.assert_allclose(result.lse_packed.numpy(), lse_packed, atol=2e-3)

@@ -211,7 +211,7 @@ def test_predicted_losses(bits: tuple[int, int]) -> None:
     encoder = PageEncoder(profile, CodecConfig(), DIM**-0.5, "cpu")
     k, v = random_rows(3, HEADS, 64, DIM)
     pages = encoder.encode(k, v, *bits)
-    loss = encoder.shed_loss(*pages).numpy()
+    loss = encoder.shed_loss(*(e.truncation_mse for e in pages)).numpy()
     t = profile.transform
     targets = k @ t.k_forward, (v - t.mean_v[:, None]) @ t.v_forward
     for side, (e, x, weight) in enumerate(
@@ -237,9 +237,10 @@ def test_a_candidates_loss_is_that_of_what_is_read_next() -> None:
     store, _ = make_store(HEADS, DIM, tiers=(8, 4), profile=layer_profile(HEADS, DIM, seed=4))
     k, v = random_rows(1, HEADS, 200, DIM)
     store.append(k, v)
-    encoder = store.encoder
+    encoder = store.writer.encoder
     pages = [(k[0, :, at : at + 64], v[0, :, at : at + 64]) for at in (0, 64, 128)]
-    loss = encoder.shed_loss(*encoder.encode(*(torch.stack(x) for x in zip(*pages)), 8, 4))
+    encoded = encoder.encode(*(torch.stack(x) for x in zip(*pages)), 8, 4)
+    loss = encoder.shed_loss(*(e.truncation_mse for e in encoded))
     assert bool((loss[:, 0, 0] > loss[:, 0, 1]).all() and (loss[:, 0, 1] > 0).all() and (loss[:, 1, 0] > 0).all())
     for i, page in enumerate(store.sequences[0].pages[:3]):
         assert store.arena.shed_candidate(page, 1) == (pytest.approx(float(loss[i, 1, 0])), 64 * i)

@@ -19,9 +19,9 @@ from lamina.codec import PAGE_TOKENS
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import ConfigError, UnsupportedModelError
 from lamina.pages import Budget, LayerStore, WindowConfig
+from lamina.pages.ids import table_bytes
 from lamina.pages.pool import GROWTH
 
-PAGE_ID_BYTES = 4
 DEFAULT_TIERS = ("2", "k4v2", "4", "8")
 
 
@@ -171,7 +171,7 @@ def sequence_bytes(
     layers = Counter(((g.n_kv_heads, g.head_dim), tiers[i % len(tiers)]) for i, g in geometry.packed.items())
     for (shape, (k, v)), n in layers.items():
         page, slab, exact = slot_bytes(*shape, dtype)
-        fixed = pages * (page + PAGE_ID_BYTES) + min(pages, windowed) * exact
+        fixed = pages * page + table_bytes(1, pages, mirrored=True) + min(pages, windowed) * exact
         total += n * (fixed + closed * slab * (SLABS_OF_BITS[k] + SLABS_OF_BITS[v] - 2))
     return total
 
@@ -185,7 +185,7 @@ def slot_bytes(n_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, in
         dtype,
         "meta",
         window=WindowConfig(),
-        encoder=_NoEncoder(),
+        writer=_NoWriter(),
         tiers=lambda: (2, 2),
         budget=Budget(),
     )
@@ -215,13 +215,10 @@ def longest(size: Callable[[int], int], budget: int) -> int:
     return low
 
 
-class _NoEncoder:
-    """A store that is only measured encodes nothing."""
+class _NoWriter:
+    """A store that is only measured writes nothing."""
 
-    def encode(self, *args: Any) -> Any:
-        raise NotImplementedError
-
-    def shed_loss(self, *args: Any) -> Any:
+    def write(self, *args: Any) -> Any:
         raise NotImplementedError
 
 

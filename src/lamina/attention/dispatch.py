@@ -7,7 +7,9 @@ from torch import Tensor
 
 from lamina.attention.blocked import attend_blocked
 from lamina.attention.types import AttentionOutput, ReadBasis
+from lamina.basis.encoder import PageEncoder
 from lamina.pages.view import StoreView
+from lamina.pages.writer import EncodingWriter, PageWriter
 
 KERNEL_QUERIES = 8
 """Query tokens up to which the kernels are used; longer chunks are faster as matrix products."""
@@ -16,6 +18,18 @@ CPU_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 logger = logging.getLogger("lamina")
 _announced: set[str] = set()
+
+
+def page_writer(encoder: PageEncoder, dtype: torch.dtype) -> PageWriter:
+    """What encodes a layer's full pages, engine rows being of ``dtype``."""
+    if encoder.k_forward.device.type == "cuda":
+        from lamina.attention.cuda.encode import CudaPageWriter, why_not
+
+        reason = why_not(encoder, dtype)
+        if reason is None:
+            return CudaPageWriter(encoder, dtype)
+        _announce_once(f"pages are encoded in plain torch: {reason}")
+    return EncodingWriter(encoder)
 
 
 def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor]) -> AttentionOutput:
@@ -43,10 +57,10 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
         reason = why_not(q_bhtd, view)
         if reason is None:
             return attend_cuda(q_bhtd, view, basis).with_sinks(basis.sinks)
-        _announce_once(f"decoding runs in plain torch, in float32: {reason}")
+        _announce_once(f"attention: decoding runs in plain torch, in float32: {reason}")
     elif few:
         _announce_once(
-            f"decoding on {device} in {view.exact.dtype} runs in plain torch, in float32: there is no kernel"
+            f"attention: decoding on {device} in {view.exact.dtype} runs in plain torch, in float32: there is no kernel"
         )
     return attend_blocked(q_bhtd, view, basis, chunk).with_sinks(basis.sinks)
 
@@ -54,4 +68,4 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
 def _announce_once(what: str) -> None:
     if what not in _announced:
         _announced.add(what)
-        logger.warning("attention: %s", what)
+        logger.warning("%s", what)

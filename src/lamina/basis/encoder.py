@@ -59,13 +59,14 @@ class PageEncoder:
         codes, scale, mid = quantise_rows(packed - center, bits, self.codec.rule, self.codec.clip_k)
         return (dequantise_rows(codes, scale, mid, bits) + center) @ self.q_forward.mT
 
-    def shed_loss(self, k: EncodedPages, v: EncodedPages) -> Tensor:
+    def shed_loss(self, truncation_k: Tensor, truncation_v: Tensor) -> Tensor:
         """Predicted loss of reading a page at 2 and at 4 bits, float32 ``[N, 2 sides, 2]``, averaged over heads.
 
         For K half the variance that the dropped bits add to a logit, for V the error relative to the rows' energy.
+        What they add to an element is given, see :attr:`EncodedPages.truncation_mse`.
         """
-        loss_k = (k.truncation_mse * self.logit_weight[:, None]).mean(1)
-        loss_v = (v.truncation_mse * self.value_weight[:, None]).mean(1)
+        loss_k = (truncation_k * self.logit_weight[:, None]).mean(1)
+        loss_v = (truncation_v * self.value_weight[:, None]).mean(1)
         return torch.stack([loss_k, loss_v], 1)
 
 

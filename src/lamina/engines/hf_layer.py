@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
-from lamina.attention.dispatch import attend
+from lamina.attention.dispatch import attend, page_writer
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.host_attention import host_attention
@@ -50,6 +50,7 @@ class LaminaLayer(CacheLayerMixin):
         self.cache = weakref.proxy(cache)
         self.index = index
         self.store: Any = None
+        self.encoder: Any = None
         self.basis: Any = None
         self.seen = self.pending = 0
 
@@ -61,16 +62,16 @@ class LaminaLayer(CacheLayerMixin):
         """Create the page store."""
         cache, i = self.cache, self.index
         profile = cache.profile.layers[i]
-        encoder = PageEncoder(profile, cache.codec, cache.scaling[i], device)
-        self.store = self._empty_store(dtype, device, encoder, cache.budget)
+        self.encoder = encoder = PageEncoder(profile, cache.codec, cache.scaling[i], device)
+        self.store = self._empty_store(dtype, device, page_writer(encoder, dtype), cache.budget)
         self.basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
         self.is_initialized = True
 
-    def _empty_store(self, dtype: torch.dtype, device: torch.device | str, encoder: Any, budget: Budget) -> LayerStore:
+    def _empty_store(self, dtype: torch.dtype, device: torch.device | str, writer: Any, budget: Budget) -> LayerStore:
         cache, i = self.cache, self.index
         profile = cache.profile.layers[i]
         return LayerStore(
-            profile.n_kv_heads, profile.head_dim, dtype, device, window=cache.window, encoder=encoder,
+            profile.n_kv_heads, profile.head_dim, dtype, device, window=cache.window, writer=writer,
             tiers=lambda: cache.tiers[i], budget=budget, centered=cache.codec.center, name=f"layer {i}",
             on_close=lambda starts, bits, missed: cache.closed(i, starts, bits, missed),
         )  # fmt: skip
@@ -129,7 +130,7 @@ class LaminaLayer(CacheLayerMixin):
             result = self.read(query, basis, (key, value), None)
             out = result.out
             if control is not None:
-                control.attended(self.index, query, self.store, self.store.encoder, basis, result)
+                control.attended(self.index, query, self.store, self.encoder, basis, result)
         else:
             out = query.new_zeros(batch, tokens, query.shape[1], value.shape[-1])
             for b in [b for b in range(batch) if bool(real[b].any())]:

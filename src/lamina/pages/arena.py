@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lamina.codec import PAGE_TOKENS, EncodedPages
+from lamina.codec import PAGE_TOKENS
+from lamina.codec.packing import SLABS_OF_BITS
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import ALL_RANKS, Budget, Field, Pool
 from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row, read_bits
@@ -23,17 +24,34 @@ class Arena:
         Of the engine's rows.
     budget : Budget
         Where the bytes are accounted.
+    mirrored : bool, optional
+        Whether the device has a page table of its own; by default unless it is the CPU.
+
+    Attributes
+    ----------
+    changed : set of int
+        Pages whose rows of the table the device has not been told of.
     """
 
-    def __init__(self, layout: RecordLayout, dtype: torch.dtype, device: torch.device | str, budget: Budget) -> None:
+    def __init__(
+        self,
+        layout: RecordLayout,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        budget: Budget,
+        mirrored: bool | None = None,
+    ) -> None:
         h, d = layout.n_heads, layout.head_dim
         self.layout, self.budget, self.dtype, self.device = layout, budget, dtype, torch.device(device)
+        self.mirrored = self.device.type != "cpu" if mirrored is None else mirrored
+        self.changed: set[int] = set()
         self.pages = Pool(
             budget,
             Field((layout.record_bytes,), torch.uint8, device),
             Field((COLUMNS,), torch.int32, "cpu"),
-            Field((2, 2), torch.float32, "cpu"),
+            Field((2, 2), torch.float32, device),
             Field((2,), torch.int32, "cpu", zeroed=True),
+            *[Field((COLUMNS,), torch.int32, device)] * self.mirrored,
         )
         self.slabs = Pool(budget, Field((h, PAGE_TOKENS, d // 4), torch.uint8, device))
         self.exact = Pool(budget, Field((2, h, PAGE_TOKENS, d), dtype, device))
@@ -50,7 +68,7 @@ class Arena:
 
     @property
     def loss(self) -> Tensor:
-        """Predicted loss of reading a page's K or V at 2 or at 4 bits, float32 ``[N, 2, 2]`` on the CPU."""
+        """Predicted loss of reading a page's K or V at 2 or at 4 bits, float32 ``[N, 2, 2]``."""
         return self.pages.data[2]
 
     @property
@@ -84,15 +102,16 @@ class Arena:
         """Bytes that :meth:`reserve` would allocate now, ``other`` included."""
         return sum(pool.missing_bytes(n) for pool, n in zip(self.pools, (pages, slabs, exact))) + other
 
-    def open(self, start: int, *, exact: bool, held: bool) -> int:
-        """An empty open page for one sequence, from reserved slots."""
-        page = self.pages.allocate()
-        row = new_row(start)
-        if exact:
-            row[EXACT] = self.exact.allocate()
-        self.table[page] = torch.tensor(row, dtype=torch.int32)
-        self.counts[page] = torch.tensor([1, int(held)], dtype=torch.int32)
-        return page
+    def open(self, starts: list[int], exact: list[bool], held: list[bool]) -> list[int]:
+        """Empty open pages for one sequence, from reserved slots: whether they have exact rows, and who holds them."""
+        pages = [self.pages.allocate() for _ in starts]
+        rows = [new_row(start) for start in starts]
+        for row, has_rows in zip(rows, exact):
+            if has_rows:
+                row[EXACT] = self.exact.allocate()
+        self._set(pages, slice(None), torch.tensor(rows, dtype=torch.int32))
+        self.counts[_ids(pages)] = torch.tensor([[1, int(h)] for h in held], dtype=torch.int32)
+        return pages
 
     def write(self, page: int, rows: int, k: Tensor, v: Tensor) -> None:
         """Write exact rows ``[H, n, D]`` behind the first ``rows`` of an open page."""
@@ -100,36 +119,56 @@ class Arena:
         slot[0, :, rows : rows + k.shape[1]] = k
         slot[1, :, rows : rows + v.shape[1]] = v
 
-    def close(self, pages: list[int], k: EncodedPages, v: EncodedPages, loss: Tensor) -> None:
-        """Write the records and planes of encoded pages."""
-        ids = _ids(pages)
-        views = self.layout.views(self.pages.data[0])
-        for side, e in enumerate((k, v)):
-            views.base[ids, side] = e.slabs[0]
-            views.scale[ids, side], views.mid[ids, side], views.gain[ids, side] = e.scale, e.mid, e.gain
-            columns = [FINE + side, FINEST + 2 * side, FINEST + 2 * side + 1][: len(e.slabs) - 1]
-            for column, slab in zip(columns, e.slabs[1:]):
-                slots = torch.tensor([self.slabs.allocate() for _ in pages])
-                self.slabs.data[0][slots] = slab
-                self.table[ids, column] = slots.int()
-            self.table[ids, TIER + side] = e.bits
-        if k.center is not None and k.center_scale is not None:
-            views.center[ids], views.center_scale[ids] = k.center, k.center_scale  # type: ignore[index]
-        self.loss[ids] = loss.cpu()
+    def set_rows(self, pages: list[int], rows: Tensor | int) -> None:
+        """Set how many rows of these pages are valid."""
+        self._set(pages, ROWS, rows)
+
+    def close(self, pages: list[int], bits: tuple[int, int]) -> Tensor:
+        """Make open pages closed ones of a tier, whose codes the caller writes.
+
+        Returns
+        -------
+        Tensor
+            int32 ``[n, 6]``: slots of their slabs beyond the base, -1 for none, in the order of the page table.
+        """
+        slots = torch.full((len(pages), EXACT - FINE), -1, dtype=torch.int32)
+        for side in (0, 1):
+            columns = (side, 2 + 2 * side, 3 + 2 * side)[: SLABS_OF_BITS[bits[side]] - 1]
+            for column in columns:
+                slots[:, column] = torch.tensor([self.slabs.allocate() for _ in pages], dtype=torch.int32)
+        tiers = torch.tensor([bits], dtype=torch.int32).expand(len(pages), 2)
+        self._set(pages, slice(TIER, EXACT), torch.cat([tiers, slots], 1))
+        return slots
+
+    def device_table(self) -> Tensor:
+        """Page table on the device, in which open pages count as full: rows behind a sequence's end are not read."""
+        if not self.mirrored:
+            return self.table
+        if self.changed:
+            ids = _ids(sorted(self.changed))
+            self.pages.data[4][ids.to(self.device)] = self.device_rows(ids).to(self.device)
+            self.changed.clear()
+        return self.pages.data[4]
+
+    def device_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the page table as the device is told, int32 ``[n, 11]`` on the CPU."""
+        rows = self.table[ids]
+        rows[rows[:, TIER] == 0, ROWS] = PAGE_TOKENS
+        return rows
 
     def reopen(self, page: int) -> None:
         """Drop the codes of a page that has exact rows."""
         self._release_slabs(_ids([page]))
-        self.table[page, TIER : TIER + 2] = 0
+        self._set([page], slice(TIER, TIER + 2), 0)
 
     def copy(self, page: int, rows: int, *, held: bool) -> int:
         """Copy the first ``rows`` rows of a page for one sequence, as an open page if its exact rows are there."""
         row = self.table[page].tolist()
-        if row[EXACT] >= 0:
-            new = self.open(row[START], exact=True, held=held)
+        exact = row[EXACT] >= 0
+        (new,) = self.open([row[START]], [exact], [held and exact])
+        if exact:
             self.exact.data[0][self.cell(new, EXACT), :, :, :rows] = self.exact.data[0][row[EXACT], :, :, :rows]
         else:
-            new = self.open(row[START], exact=False, held=False)
             for data in self.pages.data[:3]:
                 data[new] = data[page]
             for column in range(FINE, EXACT):
@@ -137,7 +176,7 @@ class Arena:
                     slot = self.slabs.allocate()
                     self.slabs.data[0][slot] = self.slabs.data[0][row[column]]
                     self.table[new, column] = slot
-        self.table[new, ROWS] = rows
+        self.set_rows([new], rows)
         return new
 
     def retain(self, pages: list[int], held: list[int]) -> None:
@@ -188,6 +227,7 @@ class Arena:
                 old = other.table[there[used], column].long()
                 pool.data[0][slots] = source.data[0][old].to(pool.data[0].device)
                 self.table[ids[used], column] = slots.int()
+        self.changed.update(here if self.mirrored else ())
         return dict(zip(pages, here))
 
     def slots_of(self, pages: list[int]) -> tuple[int, int]:
@@ -198,20 +238,25 @@ class Arena:
     def shed_candidates(self) -> list[tuple[float, int, int, int]]:
         """Planes that may be dropped now: (predicted loss, start, page, side), one a page and side at most."""
         used = self.counts[:, USERS] > 0
+        loss = self.loss.cpu()
         found = []
         for side in (0, 1):
             for page in (used & (self.table[:, FINE + side] >= 0)).nonzero()[:, 0].tolist():
-                candidate = self.shed_candidate(page, side)
+                candidate = self.shed_candidate(page, side, loss)
                 if candidate is not None:
                     found.append((*candidate, page, side))
         return found
 
-    def shed_candidate(self, page: int, side: int) -> tuple[float, int] | None:
-        """Predicted loss and start of a page whose side still has a plane to drop, else None."""
+    def shed_candidate(self, page: int, side: int, loss: Tensor | None = None) -> tuple[float, int] | None:
+        """Predicted loss and start of a page whose side still has a plane to drop, else None.
+
+        ``loss``: a copy of :attr:`loss` on the CPU, to look many pages up.
+        """
         row = self.table[page].tolist()
         if row[FINE + side] < 0:
             return None
-        return float(self.loss[page, side, 1 if row[FINEST + 2 * side] >= 0 else 0]), row[START]
+        loss = self.loss if loss is None else loss
+        return float(loss[page, side, 1 if row[FINEST + 2 * side] >= 0 else 0]), row[START]
 
     def shed(self, page: int, side: int) -> int:
         """Drop the least significant plane that a page still has on a side; returns the bytes that become free."""
@@ -220,7 +265,7 @@ class Arena:
             columns = [FINE + side]
         slots = [self.cell(page, c) for c in columns]
         self.slabs.release(slots)
-        self.table[page, columns] = -1
+        self._set([page], columns, -1)
         return len(slots) * self.slabs.slot_bytes
 
     def shed_exact(self, page: int) -> int:
@@ -238,6 +283,8 @@ class Arena:
             Page -> its new number, for every page that moved.
         """
         moved_pages = self.pages.shrink()
+        changed = (moved_pages.get(p, p) for p in self.changed)
+        self.changed = {p for p in changed if p < self.pages.slots}
         for pool, columns in ((self.slabs, slice(FINE, EXACT)), (self.exact, slice(EXACT, EXACT + 1))):
             moved = pool.shrink()
             if moved:
@@ -246,6 +293,8 @@ class Arena:
                 new[-1] = -1
                 new[list(moved)] = torch.tensor(list(moved.values()), dtype=torch.int32)
                 cells.copy_(new[cells.long().clamp(max=max(moved))])
+                if self.mirrored:
+                    self.changed.update(range(self.pages.slots))
         return moved_pages
 
     @property
@@ -267,12 +316,18 @@ class Arena:
     def _release_slabs(self, ids: Tensor) -> None:
         cells = self.table[ids, FINE:EXACT]
         self.slabs.release(cells[cells >= 0].tolist())
-        self.table[ids, FINE:EXACT] = -1
+        self._set(ids, slice(FINE, EXACT), -1)
 
     def _release_exact(self, ids: Tensor) -> None:
         slots = self.table[ids, EXACT]
         self.exact.release(slots[slots >= 0].tolist())
-        self.table[ids, EXACT] = -1
+        self._set(ids, EXACT, -1)
+
+    def _set(self, pages: list[int] | Tensor, columns: int | slice | list[int], values: Tensor | int) -> None:
+        ids = pages if isinstance(pages, Tensor) else _ids(pages)
+        self.table[ids, columns] = values
+        if self.mirrored:
+            self.changed.update(ids.tolist())
 
 
 def _ids(pages: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ def dump_store(store: LayerStore) -> dict[str, Tensor]:
     ``pages`` is int32 ``[B, P]`` padded with -1, ``held`` bool ``[B, P]``.
     """
     store.compact()
-    records, table, loss, _ = store.arena.pages.data
+    records, table, loss = store.arena.pages.data[:3]
     pages = store.page_ids()
     held = torch.zeros(pages.shape, dtype=torch.bool)
     for b, s in enumerate(store.sequences):
@@ -50,6 +50,7 @@ def restore_store(store: LayerStore, tensors: dict[str, Tensor], lengths: list[i
         pool.free = [slot for slot in pool.free if slot >= n]
     for name, mine in zip(POOLS, _targets(arena)):
         mine[: tensors[name].shape[0]] = tensors[name].to(mine.device)
+    arena.changed.update(range(records if arena.mirrored else 0))
     for ids, held, length in zip(tensors["pages"].tolist(), tensors["held"].tolist(), lengths):
         pages = [p for p in ids if p >= 0]
         s = Sequence(pages, [p for p, h in zip(pages, held) if h], length)

@@ -3,22 +3,21 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lamina.codec import PAGE_TOKENS, EncodedPages
+from lamina.codec import PAGE_TOKENS
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import CacheStateError, MemoryBudgetError, NonFiniteError
 from lamina.pages.arena import Arena
 from lamina.pages.config import WindowConfig
+from lamina.pages.ids import PageIds
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import Budget
 from lamina.pages.table import EXACT, FINE, ROWS, START, TIER
 from lamina.pages.view import StoreView
-
-ENCODE_BATCH = 64
+from lamina.pages.writer import FilledPages, PageWriter
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,6 @@ class Cut:
 
 CUTS = (Cut(8, 3, 0), Cut(4, 3, 0), Cut(2, 3, 0), Cut(2, 3, 1), Cut(2, 2, 2), Cut(2, 1, 2), Cut(2, 0, 3))
 """From nothing to all that can be given up."""
-
-
-class Encoder(Protocol):
-    """What the store needs of an encoder, see :class:`lamina.basis.encoder.PageEncoder`."""
-
-    def encode(self, k: Tensor, v: Tensor, bits_k: int, bits_v: int) -> tuple[EncodedPages, EncodedPages]:
-        """Encode whole pages."""
-
-    def shed_loss(self, k: EncodedPages, v: EncodedPages) -> Tensor:
-        """Predict what dropping planes costs."""
 
 
 @dataclass
@@ -83,8 +72,8 @@ class LayerStore:
         Of the engine's rows.
     window : WindowConfig
         Exact windows.
-    encoder : Encoder
-        Turns whole pages of rows into codes.
+    writer : PageWriter
+        Encodes whole pages into the arena.
     tiers : callable
         Returns the bits of K and V for a page that closes now.
     budget : Budget
@@ -93,6 +82,8 @@ class LayerStore:
         Whether K pages have a center.
     name : str
         Named in errors.
+    mirrored : bool, optional
+        Whether the device has page tables of its own; by default unless it is the CPU.
     on_close : callable, optional
         Called with the first positions of pages that were closed, their bits, and those of them in the windows whose
         exact rows were not kept for lack of bytes.
@@ -106,21 +97,22 @@ class LayerStore:
         device: torch.device | str,
         *,
         window: WindowConfig,
-        encoder: Encoder,
+        writer: PageWriter,
         tiers: Callable[[], tuple[int, int]],
         budget: Budget,
         centered: bool = True,
         name: str = "layer",
+        mirrored: bool | None = None,
         on_close: Callable[[list[int], tuple[int, int], list[int]], None] | None = None,
     ) -> None:
         self.layout = RecordLayout(n_heads, head_dim, centered)
-        self.arena = Arena(self.layout, dtype, device, budget)
-        self.window, self.encoder, self.tiers, self.budget, self.name = window, encoder, tiers, budget, name
+        self.arena = Arena(self.layout, dtype, device, budget, mirrored)
+        self.window, self.writer, self.tiers, self.budget, self.name = window, writer, tiers, budget, name
         self.on_close = on_close
         self.sequences: list[Sequence] = []
         self.snapshots: list[Snapshot] = []
-        self._page_ids: Tensor | None = None
-        self._page_id_bytes = 0
+        self.ids = PageIds(budget, self.arena.device, self.arena.mirrored)
+        self._lengths: tuple[list[int], Tensor] = [], torch.empty(0, dtype=torch.int32)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,17 +155,15 @@ class LayerStore:
         self.settle()
         bits, windows = self._make_room([k_row.shape[1] for k_row, _ in rows], cut)
         if not self.sequences:
-            self.sequences, self._page_ids = [Sequence() for _ in rows], None
-        closed: list[tuple[int, Tensor, Tensor]] = []
+            self.sequences = [Sequence() for _ in rows]
+            self.ids.forget()
+        filled: list[FilledPages] = []
         missed: list[int] = []
-        for sequence, (k_row, v_row) in zip(self.sequences, rows):
-            missed += self._append_one(sequence, k_row, v_row, closed, windows)
-        for i in range(0, len(closed), ENCODE_BATCH):
-            self._close(closed[i : i + ENCODE_BATCH], bits)
+        for b, (k_row, v_row) in enumerate(rows):
+            missed += self._append_one(b, k_row, v_row, filled, windows)
+        self._close(filled, bits, missed)
         # The table of page ids counts from now on, not from when it is first read.
         self.page_ids()
-        if closed and self.on_close is not None:
-            self.on_close([self.arena.cell(page, START) for page, _, _ in closed], bits, missed)
 
     def settle(self) -> None:
         """Release the exact rows that no later query, nor a roll-back, can read."""
@@ -214,7 +204,7 @@ class LayerStore:
 
     def replace_bytes(self, sequences: list[Sequence]) -> int:
         """Bytes that a batch of these sequences would add: its page ids."""
-        return self._id_bytes([len(s.pages) for s in sequences])
+        return self.ids.growth([len(s.pages) for s in sequences])
 
     def crop_bytes(self, lengths: list[int]) -> int:
         """Bytes that :meth:`crop` would allocate now, for copies of pages that others use too."""
@@ -254,7 +244,7 @@ class LayerStore:
             added = Sequence([here[p] for p in s.pages], [here[p] for p in s.held], s.length)
             self.arena.retain(added.pages, added.held)
             self.sequences.append(added)
-        self._page_ids = None
+        self.ids.forget()
         self._loosen()
 
     def reset(self) -> None:
@@ -264,21 +254,19 @@ class LayerStore:
         self.page_ids()
 
     def view(self) -> StoreView:
-        """What attention reads."""
+        """What attention reads, tables where the rows are."""
         records, slabs, exact = (pool.data[0] for pool in self.arena.pools)
-        lengths = torch.tensor([s.length for s in self.sequences], dtype=torch.int32)
-        return StoreView(self.layout, records, slabs, exact, self.arena.table, self.page_ids(), lengths, self.window)
+        lengths = [s.length for s in self.sequences]
+        if lengths != self._lengths[0]:
+            self._lengths = lengths, torch.tensor(lengths, dtype=torch.int32).to(self.device)
+        ids = self.ids.on_device([s.pages for s in self.sequences])
+        return StoreView(
+            self.layout, records, slabs, exact, self.arena.device_table(), ids, self._lengths[1], self.window
+        )
 
     def page_ids(self) -> Tensor:
-        """Page ids of every sequence, int32 ``[B, P]``, padded with -1."""
-        if self._page_ids is None:
-            width = max((len(s.pages) for s in self.sequences), default=0)
-            rows = [s.pages + [-1] * (width - len(s.pages)) for s in self.sequences]
-            self._page_ids = torch.tensor(rows, dtype=torch.int32).view(len(self.sequences), width)
-            n_bytes = self._page_ids.untyped_storage().nbytes()
-            self.budget.used += n_bytes - self._page_id_bytes
-            self._page_id_bytes = n_bytes
-        return self._page_ids
+        """Page ids of every sequence, int32 ``[B, P]`` on the CPU, padded with -1."""
+        return self.ids.on_cpu([s.pages for s in self.sequences])
 
     def last_keys(self, sequence: int, tokens: int) -> Tensor:
         """The last keys of a sequence, ``[H, n, D]``, as far as their exact rows are kept."""
@@ -298,7 +286,8 @@ class LayerStore:
     def memory(self) -> dict[str, int]:
         """Allocated bytes by kind."""
         total = self.arena.memory()
-        total["page_tables"] += self.page_ids().untyped_storage().nbytes()
+        self.page_ids()
+        total["page_tables"] += self.ids.n_bytes
         return total
 
     def history_bits(self) -> tuple[int, int]:
@@ -352,7 +341,7 @@ class LayerStore:
             for sequence in self._everyone():
                 sequence.pages = [moved.get(p, p) for p in sequence.pages]
                 sequence.held = [moved.get(p, p) for p in sequence.held]
-            self._page_ids = None
+            self.ids.forget()
 
     def _everyone(self) -> Iterator[Sequence]:
         """Sequences of the batch and of all snapshots."""
@@ -366,7 +355,7 @@ class LayerStore:
         for s in self.sequences:
             self.arena.release(s.pages, s.held)
         self.sequences = sequences
-        self._page_ids = None
+        self.ids.forget()
         self._loosen()
 
     def _loosen(self) -> None:
@@ -401,10 +390,6 @@ class LayerStore:
                         f"{self.name}: the {side} row of sequence {b}, KV head {head}, position {position} holds NaN "
                         "or Inf; the model's weights or inputs are damaged, or its dtype overflows (try bfloat16)"
                     )
-
-    def _id_bytes(self, pages: list[int]) -> int:
-        """Bytes that the table of page ids grows by if the sequences have so many pages each."""
-        return max(0, 4 * len(pages) * max(pages, default=0) - self._page_id_bytes)
 
     def _make_room(self, tokens: list[int], cut: Cut | None) -> tuple[tuple[int, int], int]:
         """Reserve slots for rows, giving up as little as goes.
@@ -441,13 +426,13 @@ class LayerStore:
                 shared[page] += 1
         copies = sum(min(n, self.arena.users(page) - 1) for page, n in shared.items())
         slabs = closing * sum(SLABS_OF_BITS[b] - 1 for b in bits)
-        return pages + copies, slabs, exact + copies, self._id_bytes(widths)
+        return pages + copies, slabs, exact + copies, self.ids.growth(widths)
 
     def _extend_slots(self, other: "LayerStore") -> tuple[int, int, int, int]:
         """Slots that adding another store's sequences takes."""
         pages = list({p for s in other.sequences for p in s.pages})
         slabs, _ = other.arena.slots_of(pages)
-        ids = self._id_bytes([len(s.pages) for s in [*self.sequences, *other.sequences]])
+        ids = self.ids.growth([len(s.pages) for s in [*self.sequences, *other.sequences]])
         return len(pages), slabs, len(self._exact_of(other, pages)), ids
 
     def _exact_of(self, other: "LayerStore", pages: list[int]) -> list[int]:
@@ -491,50 +476,59 @@ class LayerStore:
             return sequence.pages[-1]
         return None
 
-    def _append_one(
-        self, sequence: Sequence, k: Tensor, v: Tensor, closed: list[tuple[int, Tensor, Tensor]], windows: int
-    ) -> list[int]:
-        """Write rows ``[H, T, D]`` to the sequence's pages; pages that fill up are added to ``closed``.
+    def _append_one(self, b: int, k: Tensor, v: Tensor, filled: list[FilledPages], windows: int) -> list[int]:
+        """Write rows ``[H, T, D]`` to a sequence's pages; those that fill up are added to ``filled``.
 
         Returns the first positions of pages that should keep their exact rows and do not, see :class:`Cut`.
         """
-        missed = []
-        tokens = k.shape[1]
-        end = sequence.length + tokens
+        sequence, tokens = self.sequences[b], k.shape[1]
         page = self._open_page(sequence)
-        if page is not None and tokens and self.arena.users(page) > 1:
-            self._own(sequence, self.arena.cell(page, ROWS))
-            page = sequence.pages[-1]
         done = 0
-        while done < tokens:
-            if page is None:
-                start = sequence.length
-                exact = self._keeps_exact(start, end, windows)
-                missed += [start] if not exact and self._keeps_exact(start, end, CUTS[0].windows) else []
-                page = self._start_page(sequence, exact)
-            rows = self.arena.cell(page, ROWS)
-            n = min(PAGE_TOKENS - rows, tokens - done)
-            k_rows, v_rows = k[:, done : done + n], v[:, done : done + n]
-            slot = self.arena.cell(page, EXACT)
-            if slot >= 0:
-                self.arena.write(page, rows, k_rows, v_rows)
-                k_rows, v_rows = self.arena.exact.data[0][slot]
-            self.arena.table[page, ROWS] = rows + n
-            done += n
-            sequence.length += n
-            if rows + n == PAGE_TOKENS:
-                closed.append((page, k_rows, v_rows))
-                page = None
-        return missed
+        if page is not None and tokens:
+            if self.arena.users(page) > 1:
+                self._own(sequence, self.arena.cell(page, ROWS))
+                page = sequence.pages[-1]
+            done = self._fill(page, k, v, filled)
+        first, sequence.length = sequence.length + done, sequence.length + tokens
+        starts = list(range(first, sequence.length, PAGE_TOKENS))
+        if not starts:
+            return []
+        exact = [self._keeps_exact(start, sequence.length, windows) for start in starts]
+        pages = self._start_pages(b, starts, exact)
+        for i, page in enumerate(pages):
+            if exact[i]:
+                rows = slice(done + i * PAGE_TOKENS, done + (i + 1) * PAGE_TOKENS)
+                self.arena.write(page, 0, k[:, rows], v[:, rows])
+        whole = (tokens - done) // PAGE_TOKENS
+        self.arena.set_rows(pages[:whole], PAGE_TOKENS)
+        if whole < len(pages):
+            self.arena.set_rows(pages[whole:], (tokens - done) % PAGE_TOKENS)
+        if whole:
+            rows = slice(done, done + whole * PAGE_TOKENS)
+            filled.append(FilledPages(pages[:whole], k[:, rows], v[:, rows]))
+        kept = [self._keeps_exact(start, sequence.length, CUTS[0].windows) for start in starts]
+        return [start for start, has, should in zip(starts, exact, kept) if should and not has]
 
-    def _start_page(self, sequence: Sequence, exact: bool) -> int:
-        held = exact and sequence.length >= self.window.sink
-        page = self.arena.open(sequence.length, exact=exact, held=held)
-        sequence.pages.append(page)
-        if held:
-            sequence.held.append(page)
-        self._page_ids = None
-        return page
+    def _fill(self, page: int, k: Tensor, v: Tensor, filled: list[FilledPages]) -> int:
+        """Write the first of these rows to an open page, as many as it takes; returns their number."""
+        rows = self.arena.cell(page, ROWS)
+        n = min(PAGE_TOKENS - rows, k.shape[1])
+        self.arena.write(page, rows, k[:, :n], v[:, :n])
+        self.arena.set_rows([page], rows + n)
+        if rows + n == PAGE_TOKENS:
+            slot = self.arena.exact.data[0][self.arena.cell(page, EXACT)]
+            filled.append(FilledPages([page], slot[0], slot[1]))
+        return n
+
+    def _start_pages(self, b: int, starts: list[int], exact: list[bool]) -> list[int]:
+        """Open pages at the end of a sequence."""
+        sequence = self.sequences[b]
+        held = [has and start >= self.window.sink for start, has in zip(starts, exact)]
+        pages = self.arena.open(starts, exact, held)
+        self.ids.add(b, len(sequence.pages), pages)
+        sequence.pages += pages
+        sequence.held += [page for page, holds in zip(pages, held) if holds]
+        return pages
 
     def _own(self, sequence: Sequence, rows: int) -> None:
         """Replace the sequence's last page, which others use too, by a copy of its first ``rows`` rows."""
@@ -545,7 +539,7 @@ class LayerStore:
         sequence.pages[-1] = copy
         sequence.held = [p for p in sequence.held if p != page] + [copy] * held
         self.arena.release([page], gone)
-        self._page_ids = None
+        self.ids.forget()
 
     def _drop_tail(self, sequence: Sequence, length: int) -> None:
         """Give up the pages behind a length."""
@@ -554,7 +548,7 @@ class LayerStore:
         self.arena.release(gone, [p for p in sequence.held if p in set(gone)])
         sequence.pages, sequence.length = sequence.pages[: len(starts) - len(gone)], length
         sequence.held = [p for p in sequence.held if p not in set(gone)]
-        self._page_ids = None
+        self.ids.forget()
 
     def _cut_last(self, sequence: Sequence, length: int) -> None:
         """Cut the last page to a length, and hold exact rows again that are there and near it."""
@@ -567,7 +561,7 @@ class LayerStore:
             if self.arena.users(kept[-1]) > 1:
                 self._own(sequence, rows)
             else:
-                self.arena.table[kept[-1], ROWS] = rows
+                self.arena.set_rows([kept[-1]], rows)
                 if self.arena.cell(kept[-1], EXACT) >= 0:
                     self.arena.reopen(kept[-1])
         first = max(self.window.sink, self.window.kept_from(length))
@@ -579,10 +573,14 @@ class LayerStore:
         self.arena.retain([], again)
         sequence.held = [p for p in sequence.pages if p in {*sequence.held, *again}]
 
-    def _close(self, pages: list[tuple[int, Tensor, Tensor]], bits: tuple[int, int]) -> None:
-        """Encode full pages and write their records and planes."""
-        k, v = self.encoder.encode(torch.stack([k for _, k, _ in pages]), torch.stack([v for _, _, v in pages]), *bits)
-        self.arena.close([p for p, _, _ in pages], k, v, self.encoder.shed_loss(k, v))
+    def _close(self, filled: list[FilledPages], bits: tuple[int, int], missed: list[int]) -> None:
+        """Encode full pages; those at ``missed`` lack exact rows that they should keep."""
+        if not filled:
+            return
+        self.writer.write(self.arena, filled, bits)
+        if self.on_close is not None:
+            pages = [page for one in filled for page in one.pages]
+            self.on_close(self.arena.table[pages, START].tolist(), bits, missed)
 
 
 def _cut_bits(wanted: tuple[int, int], cut: Cut) -> tuple[int, int]:

@@ -216,12 +216,13 @@ struct Entry {
     float center[NCOL];
 };
 #define KIND_OF(NK, NV, K, V) (64 | (NK) << 8 | (NV) << 12 | (K) << 16 | (V) << 20)
-// Pages of a sequence: as many as its length tells, or more where pages were cut.
-DEVICE int pages_of(const Params& P, int b) {
-    int n = min(P.width, (P.lengths[b] + 63) / 64);
-    while (n < P.width && P.page_ids[(i64)b * P.width + n] >= 0) n++;
+// Pages of a sequence of ``length`` tokens: as many as that tells, or more where pages were cut.
+DEVICE int pages_of(const int* ids, int width, int length) {
+    int n = min(width, (length + 63) / 64);
+    while (n < width && ids[n] >= 0) n++;
     return n;
 }
+DEVICE int pages_of(const Params& P, int b) { return pages_of(P.page_ids + (i64)b * P.width, P.width, P.lengths[b]); }
 
 struct Smem {
     float m[WARPS][NCOL], l[WARPS][NCOL], spread[WARPS][NCOL][3];
@@ -668,7 +669,7 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
         for (u32 todo = found; todo; todo &= todo - 1) {
             if (seen++ % P.exact_splits != split) continue;
             const int at = __ffs(todo) - 1;
-            const int from = __shfl_sync(~0u, mine.start, at), n = __shfl_sync(~0u, mine.rows, at);
+            const int from = __shfl_sync(~0u, mine.start, at), n = min(__shfl_sync(~0u, mine.rows, at), length - from);
             const bool open = __shfl_sync(~0u, mine.tier_k, at) == 0;
             const i64 base = ((i64)__shfl_sync(~0u, mine.slot, at) * 2 * HKV + h) * 64 * D;
             const int row = 16 * warp + (lane >> 1);
@@ -800,14 +801,46 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(c
 #define SLICES (D > 128 ? 2 : 4)
 #define WIDE ((D + 31) / 32 * 32)
 
+// Rows of the new tokens that go into the pages they belong to, which are open and have room.
+struct NewRows {
+    const void *k, *v;             // [B, HKV, tokens, D], or null
+    i64 k_b, k_h, k_t, v_b, v_h, v_t;
+    void* exact;
+    const int *table, *page_ids, *lengths;  // the new tokens included
+    int* damaged;                  // becomes ``mark`` where a row holds NaN or Inf
+    int width, mark;
+};
+
+DEVICE void append(const NewRows& R, int tokens, int h, int b) {
+    const int* ids = R.page_ids + (i64)b * R.width;
+    const int length = R.lengths[b], last = pages_of(ids, R.width, length) - 1;
+    bool bad = false;
+    for (int t = 0; t < tokens; t++) {
+        const int position = length - tokens + t;
+        int j = last;
+        while (j > 0 && R.table[(i64)ids[j] * COLUMNS] > position) j--;
+        const int* page = R.table + (i64)ids[j] * COLUMNS;
+        const i64 to = (((i64)page[10] * 2 * HKV + h) * 64 + position - page[0]) * D;
+        for (int i = threadIdx.x; i < 2 * D; i += blockDim.x) {
+            const bool v = i >= D;
+            const int d = v ? i - D : i;
+            const float x = v ? exact_at(R.v, b * R.v_b + h * R.v_h + t * R.v_t + d) : exact_at(R.k, b * R.k_b + h * R.k_h + t * R.k_t + d);
+            write_exact(R.exact, to + (v ? (i64)HKV * 64 * D : 0) + d, x);
+            bad = bad || (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
+        }
+    }
+    if (bad) atomicMax(R.damaged, R.mark);
+}
+
 // q' = q q_forward, scaled, in the form that lamina_decode takes. One block a sequence and KV head; SLICES * WIDE threads.
 extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
     const void* q, i64 stride_b, i64 stride_h, i64 stride_t, const float* q_forward, float scale, int tokens,
-    char* packed, float* meta, float* exact
+    char* packed, float* meta, float* exact, const __grid_constant__ NewRows new_rows
 ) {
     const int h = blockIdx.x, b = blockIdx.y, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
     __shared__ float x[NCOL][D], sums[SLICES][NCOL][D];
     next_may_start();
+    if (new_rows.k) append(new_rows, tokens, h, b);
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
     for (int i = threadIdx.x; i < NCOL * D; i += blockDim.x) {
         const int col = i / D, token = col / G, head = h * G + col % G;

@@ -32,6 +32,34 @@ OLDEST = (8, 0)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+class _NewRows(ctypes.Structure):
+    _fields_ = (
+        ("k", ctypes.c_void_p), ("v", ctypes.c_void_p), ("strides", ctypes.c_longlong * 6),
+        *((name, ctypes.c_void_p) for name in ("exact", "table", "page_ids", "lengths", "damaged")),
+        ("width", ctypes.c_int), ("mark", ctypes.c_int),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of the query tokens that the kernels append to the sequences' open pages, which have room for them.
+
+    Attributes
+    ----------
+    k, v : Tensor
+        ``[B, H, T, D]``.
+    damaged : Tensor
+        int32 ``[1]``: becomes ``mark``, if that is more, where a row holds NaN or Inf.
+    mark : int
+        Tells the layer.
+    """
+
+    k: Tensor
+    v: Tensor
+    damaged: Tensor
+    mark: int
+
+
 class _Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -125,7 +153,9 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def attend_cuda(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int | None = None) -> AttentionOutput:
+def attend_cuda(
+    q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int | None = None, new: NewRows | None = None
+) -> AttentionOutput:
     """Attend from the last T tokens of each sequence, a few at most; what :func:`why_not` has no objection to.
 
     Parameters
@@ -138,6 +168,8 @@ def attend_cuda(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int |
         How packed rows are read; sink logits are left to :meth:`AttentionOutput.with_sinks`.
     splits : int, optional
         Shares that the pages of a sequence are cut into; chosen to fill the GPU unless told.
+    new : NewRows, optional
+        Rows to append first; the lengths of the view count them already.
     """
     batch, n_q, tokens, dim = q_bhtd.shape
     n_kv, device, width, window = view.layout.n_heads, q_bhtd.device, view.page_ids.shape[1], view.window
@@ -167,11 +199,18 @@ def attend_cuda(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int |
     q_bhtd = q_bhtd if q_bhtd.stride(-1) == 1 else q_bhtd.contiguous()
     strides = (ctypes.c_longlong(x) for x in q_bhtd.stride()[:3])
     log2e = math.log2(math.e)
+    table, page_ids, lengths = (t.to(device) for t in (view.table, view.page_ids, view.lengths))
+    rows_in = _NewRows()
+    if new is not None:
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (new.k, new.v))
+        rows_in = _NewRows(
+            k.data_ptr(), v.data_ptr(), (ctypes.c_longlong * 6)(*k.stride()[:3], *v.stride()[:3]),
+            *(t.data_ptr() for t in (view.exact, table, page_ids, lengths, new.damaged)), width, new.mark,
+        )  # fmt: skip
     kernels.launch(
         "lamina_query", (n_kv, batch, 1), geometry.row_threads, q_bhtd, *strides, basis.q_forward,
-        basis.scaling * log2e, tokens, packed, meta, exact,
+        basis.scaling * log2e, tokens, packed, meta, exact, rows_in,
     )  # fmt: skip
-    table, page_ids, lengths = (t.to(device) for t in (view.table, view.page_ids, view.lengths))
     held = (packed, meta, exact, view.records, view.slabs, view.exact, table, page_ids, lengths, basis.kappa, partial)
     variance = (0.0,) * 6 if rows is None else (*rows.variance[0], *rows.variance[1])
     params = _Params(

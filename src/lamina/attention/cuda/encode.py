@@ -1,0 +1,163 @@
+"""Whole pages -> codes on NVIDIA GPUs: launches the kernel of ``encode.cu``."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lamina.attention.cuda.decode import KINDS, OLDEST
+from lamina.attention.cuda.nvrtc import Module
+from lamina.basis.encoder import PageEncoder
+from lamina.codec import PAGE_TOKENS
+from lamina.codec.rows import ScaleRule
+from lamina.pages.arena import Arena
+from lamina.pages.writer import FilledPages
+
+WARPS = 4
+MOST_DIM = 256
+RULES = {ScaleRule.MINMAX: 0, ScaleRule.CLIP: 1, ScaleRule.UNBIASED: 2}
+BLOCKS_A_PROCESSOR = 4
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the kernel is compiled for; the fields are the macros of ``encode.cu``."""
+
+    head_dim: int
+    n_kv_heads: int
+    centered: bool
+    kind: int
+    rule: int
+
+    def defines(self) -> dict[str, int]:
+        """Macros."""
+        return {
+            "D": self.head_dim, "HKV": self.n_kv_heads, "CENTERED": int(self.centered), "KIND": self.kind,
+            "RULE": self.rule,
+        }  # fmt: skip
+
+
+def why_not(encoder: PageEncoder, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot encode a layer's pages; None if it can."""
+    device, dim = encoder.k_forward.device, encoder.k_forward.shape[-1]
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
+        return f"{device} is no NVIDIA GPU of compute capability 8.0 or newer"
+    if dtype not in KINDS:
+        return f"rows are {dtype}"
+    if dim % 16 or dim > MOST_DIM:
+        return f"the head dimension is {dim}; the kernel takes multiples of 16 up to {MOST_DIM}"
+    return None
+
+
+@cache
+def _module(geometry: Geometry, device: torch.device) -> Module:
+    return Module("encode", geometry.defines(), device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def operands(matrices: Tensor) -> Tensor:
+    """Matrices ``[H, D, D]`` in the order in which the kernel multiplies rows with them.
+
+    Returns
+    -------
+    Tensor
+        bfloat16 ``[H, D/16, D/8, 32, 2, 4]``: for 16 channels of a row and 8 of the result, what each lane has: four
+        numbers rounded, and what that leaves of them.
+    """
+    dim = matrices.shape[-1]
+    lane = torch.arange(32, device=matrices.device)
+    r, c = lane // 4, lane % 4
+    # Channels of a row: lane c has 16 k + 4 c + 0..3.
+    row = 16 * torch.arange(dim // 16, device=matrices.device)[:, None, None] + 4 * c[:, None] + torch.arange(4).to(c)
+    # Channels of the result: number 2 t + e of lane c' is p D/4 + c' D/16 + j, as c' and e make up the tile's column r.
+    number = 2 * torch.arange(dim // 8, device=matrices.device)[:, None] + r % 2
+    each = dim // 16
+    column = number // each * (dim // 4) + r // 2 * each + number % each
+    chosen = matrices[:, row[:, None], column[None, :, :, None]]
+    high = chosen.bfloat16()
+    return torch.stack([high, (chosen - high.float()).bfloat16()], -2).contiguous()
+
+
+class CudaPageWriter:
+    """Closes pages with one launch; what :func:`why_not` has no objection to.
+
+    Parameters
+    ----------
+    encoder : PageEncoder
+        Bases and codec of the layer.
+    dtype : torch.dtype
+        Of the engine's rows.
+    """
+
+    def __init__(self, encoder: PageEncoder, dtype: torch.dtype) -> None:
+        self.encoder, self.dtype = encoder, dtype
+        codec, dim = encoder.codec, encoder.k_forward.shape[-1]
+        self.geometry = Geometry(dim, len(encoder.k_forward), codec.center, KINDS[dtype], RULES[codec.rule])
+        self.clips = [min(int(ratio * dim), dim - 1) for ratio in (codec.clip_k, codec.clip_v)]
+        self.matrices = operands(encoder.k_forward), operands(encoder.v_forward)
+        self.shift = (encoder.mean_v[:, None] @ encoder.v_forward)[:, 0].contiguous()
+
+    def write(self, arena: Arena, filled: list[FilledPages], bits: tuple[int, int]) -> None:
+        """Close these pages at a tier, and write their codes and predicted losses."""
+        pages = [page for one in filled for page in one.pages]
+        slots = arena.close(pages, bits)
+        kept = [_readable(one) for one in filled]
+        jobs = torch.cat([_jobs(one) for one in kept])
+        jobs[:, 6] = torch.tensor(pages)
+        jobs[:, 7:9] = torch.tensor(bits)
+        jobs[:, 9:15] = slots
+        truncation = self.launch(jobs, self.layer(arena)[None])
+        arena.loss[torch.tensor(pages)] = self.encoder.shed_loss(truncation[:, 0], truncation[:, 1])
+
+    def layer(self, arena: Arena) -> Tensor:
+        """Where the kernel finds the layer's storage, int64 ``[5]`` on the CPU; valid until a pool grows."""
+        found = arena.pages.data[0], arena.slabs.data[0], *self.matrices, self.shift
+        return torch.tensor([t.data_ptr() for t in found])
+
+    def launch(self, jobs: Tensor, layers: Tensor) -> Tensor:
+        """Encode pages of one or more layers of this geometry.
+
+        Parameters
+        ----------
+        jobs : Tensor
+            int64 ``[n, 16]`` on the CPU: addresses of the rows of K and V, strides in numbers between their heads and
+            between their rows, page, bits of K and V, slots of the slabs beyond the base, number of the layer.
+        layers : Tensor
+            int64 ``[layers, 5]`` on the CPU, from :meth:`layer`.
+
+        Returns
+        -------
+        Tensor
+            float32 ``[n, 2, H, 2]``: :attr:`lamina.codec.EncodedPages.truncation_mse` of K and V.
+        """
+        device, heads = self.shift.device, self.geometry.n_kv_heads
+        truncation = torch.empty(len(jobs), 2, heads, 2, dtype=torch.float32, device=device)
+        shares = max(1, min(len(jobs), _processors(device) * BLOCKS_A_PROCESSOR // (2 * heads)))
+        _module(self.geometry, device).launch(
+            "lamina_encode", (shares, heads, 2), 32 * WARPS, jobs.to(device), len(jobs), layers.to(device), *self.clips,
+            truncation,
+        )  # fmt: skip
+        return truncation
+
+
+def _readable(one: FilledPages) -> FilledPages:
+    """Rows that can be read four numbers at a time."""
+    k, v = (
+        x if x.stride(2) == 1 and x.stride(0) % 4 == x.stride(1) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+        for x in (one.k, one.v)
+    )
+    return FilledPages(one.pages, k, v)
+
+
+def _jobs(one: FilledPages) -> Tensor:
+    jobs = torch.zeros(len(one.pages), 16, dtype=torch.int64)
+    for side, rows in enumerate((one.k, one.v)):
+        step = PAGE_TOKENS * rows.stride(1) * rows.itemsize
+        jobs[:, side] = rows.data_ptr() + step * torch.arange(len(one.pages))
+        jobs[:, 2 + side], jobs[:, 4 + side] = rows.stride(0), rows.stride(1)
+    return jobs
