@@ -28,7 +28,7 @@ def page_writer(encoder: PageEncoder, dtype: torch.dtype) -> PageWriter:
         reason = why_not(encoder, dtype)
         if reason is None:
             return CudaPageWriter(encoder, dtype)
-        _announce_once(f"pages are encoded in plain torch: {reason}")
+        announce_once(f"pages are encoded in plain torch: {reason}")
     return EncodingWriter(encoder)
 
 
@@ -57,15 +57,16 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
         reason = why_not(q_bhtd, view)
         if reason is None:
             return attend_cuda(q_bhtd, view, basis).with_sinks(basis.sinks)
-        _announce_once(f"attention: decoding runs in plain torch, in float32: {reason}")
+        announce_once(f"attention: decoding runs in plain torch, in float32: {reason}")
     elif few:
-        _announce_once(
+        announce_once(
             f"attention: decoding on {device} in {view.exact.dtype} runs in plain torch, in float32: there is no kernel"
         )
     return attend_blocked(q_bhtd, view, basis, chunk).with_sinks(basis.sinks)
 
 
-def _announce_once(what: str) -> None:
+def announce_once(what: str) -> None:
+    """Log which path is taken, once."""
     if what not in _announced:
         _announced.add(what)
         logger.warning("%s", what)

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from lamina.attention.types import AttentionOutput
 from lamina.codec import TIERS
 from lamina.codec.gaussian import GaussianRows
 
@@ -36,23 +38,50 @@ def anchored(spread: Tensor, out: Tensor, rows: GaussianRows) -> tuple[dict[int,
     Parameters
     ----------
     spread : Tensor
-        ``[Hq, 3]``, of the newest query: :attr:`lamina.attention.types.AttentionOutput.spread`.
+        ``[..., Hq, 3]``, of the newest query: :attr:`lamina.attention.types.AttentionOutput.spread`.
     out : Tensor
-        ``[Hq, D]``: the attention output.
+        ``[..., Hq, D]``: the attention output.
     rows : GaussianRows
         Errors of the codec by tier.
 
     Returns
     -------
     k, v : dict
-        Bits -> float32 ``[Hq]``, in nats and relative.
+        Bits -> float32 ``[..., Hq]``, in nats and relative.
     """
-    of_k, of_v = (spread[:, 0] - spread[:, 1]).clamp(min=0) / 2, spread[:, 2] * out.shape[-1]
+    of_k, of_v = (spread[..., 0] - spread[..., 1]).clamp(min=0) / 2, spread[..., 2] * out.shape[-1]
     size = out.float().square().sum(-1) + EPS
     return (
         {bits: rows.error[0][i] * of_k for i, bits in enumerate(TIERS)},
         {bits: rows.error[1][i] * of_v / size for i, bits in enumerate(TIERS)},
     )
+
+
+def anchored_mean(query: Tensor, result: AttentionOutput, rows: GaussianRows) -> Tensor:
+    """:func:`anchored` of the newest tokens, averaged over heads and the sequences that have something to say.
+
+    Works on the device without waiting for it.
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[B, Hq, T, D]``; zero for padding.
+    result : AttentionOutput
+        Of that query, with its spread.
+    rows : GaussianRows
+        Errors of the codec by tier.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[2, 3]``: K and V by tier; NaN if no sequence has packed rows.
+    """
+    assert result.spread is not None
+    sides = anchored(result.spread[:, :, -1], result.out[:, -1], rows)
+    found = torch.stack([torch.stack([side[bits] for bits in TIERS], -1) for side in sides], -2).mean(1)
+    packed = (result.lse_packed[:, :, -1] > float("-inf")).any(1)
+    counts = packed & query[:, :, -1].any(-1).any(-1) & found.isfinite().all(-1).all(-1)
+    return torch.where(counts[:, None, None], found, 0.0).sum(0) / counts.sum()
 
 
 def ring(q: Tensor, keys: Tensor, *, scaling: float, quantise: Callable[[Tensor, int], Tensor]) -> dict[int, Tensor]:

@@ -1,6 +1,7 @@
 """The controller at work in a cache: measures a layer where it was told to fire, and decides when all have been."""
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.codec import TIERS
-from lamina.control.canary import Signals, anchored, ring
+from lamina.control.canary import Signals, anchored_mean, ring
 from lamina.control.config import Canary
 from lamina.control.state import Controller, Firing
 from lamina.pages import LayerStore
@@ -42,13 +43,13 @@ class LiveControl:
         self.layers = layers
         self.decode_tokens = DECODE_TOKENS
         self.firing = False
-        self.signals: dict[int, Signals] = {}
+        self.found: dict[int, Tensor] = {}
         self.on_firing: Callable[[Firing], Any] | None = None
 
     def looks(self, index: int, tokens: int) -> bool:
         """Whether a call of ``tokens`` query tokens is one that the controller measures; asked once a layer."""
         if index == self.layers[0]:
-            self.signals = {}
+            self.found = {}
             self.firing = tokens <= self.decode_tokens and self.controller.fires(tokens)
         return self.firing
 
@@ -72,34 +73,46 @@ class LiveControl:
         store, encoder, basis
             The layer's.
         """
-        found = [self._one(query[b, :, -1], b, store, encoder, basis, result) for b in range(len(query))]
-        kept = [s for s in found if s is not None and all(bool(x.isfinite().all()) for d in s for x in d.values())]
-        if kept:
-            self.signals[self.layers.index(index)] = Signals(
-                *({bits: _mean(s[side][bits] for s in kept) for bits in TIERS} for side in (0, 1))
-            )
+        config = self.controller.config
+        if config.canary == Canary.RING:
+            self.found[index] = _ring_mean(query, store, encoder, basis)
+        elif result.spread is not None and basis.rows is not None:
+            self.found[index] = anchored_mean(query, result, basis.rows)
         if index == self.layers[-1]:
-            self.firing = False
-            firing = self.controller.decide(self.signals, max(s.length for s in store.sequences))
-            if firing is not None and self.on_firing is not None:
-                self.on_firing(firing)
+            found = torch.full((len(self.layers), 2, len(TIERS)), float("nan"))
+            for i, layer in enumerate(self.layers):
+                if layer in self.found:
+                    found[i] = self.found[layer]
+            self.decide(found, max(s.length for s in store.sequences))
 
-    def _one(
-        self, q: Tensor, b: int, store: LayerStore, encoder: PageEncoder, basis: ReadBasis, result: AttentionOutput
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]] | None:
-        if not bool(q.any()):
-            return None
-        if self.controller.config.canary == Canary.RING:
-            keys = store.last_keys(b, RING_TOKENS)
-            # Under a byte limit fewer may be left, which would say that nothing drifts.
-            if keys.shape[1] < min(RING_TOKENS, store.sequences[b].length):
-                return None
-            k = ring(q, keys, scaling=basis.scaling, quantise=encoder.requantise_page)
-            return k, k
-        if result.spread is None or basis.rows is None or bool((result.lse_packed[b, :, -1] == float("-inf")).all()):
-            return None
-        return anchored(result.spread[b, :, -1], result.out[b, -1], basis.rows)
+    def decide(self, found: Tensor, context: int) -> None:
+        """Decide from the signals of all layers, float32 ``[layers, 2, 3]``, those that are not finite left out.
+
+        ``context``: the longest running sequence, in tokens.
+        """
+        self.firing = False
+        signals = {
+            i: Signals(*(dict(zip(TIERS, side)) for side in sides))
+            for i, sides in enumerate(found.tolist())
+            if all(isfinite(x) for side in sides for x in side)
+        }
+        firing = self.controller.decide(signals, context)
+        if firing is not None and self.on_firing is not None:
+            self.on_firing(firing)
 
 
-def _mean(values: Any) -> float:
-    return float(torch.stack([v.mean() for v in values]).mean())
+def _ring_mean(query: Tensor, store: LayerStore, encoder: PageEncoder, basis: ReadBasis) -> Tensor:
+    """The ring canary's signals, averaged over heads and sequences, float32 ``[2, 3]``; NaN without any."""
+    found = []
+    for b, sequence in enumerate(store.sequences):
+        keys = store.last_keys(b, RING_TOKENS)
+        # Under a byte limit fewer may be left, which would say that nothing drifts.
+        if not bool(query[b, :, -1].any()) or keys.shape[1] < min(RING_TOKENS, sequence.length):
+            continue
+        drift = ring(query[b, :, -1], keys, scaling=basis.scaling, quantise=encoder.requantise_page)
+        values = torch.stack([drift[bits].mean() for bits in TIERS])
+        if bool(values.isfinite().all()):
+            found.append(values)
+    if not found:
+        return torch.full((2, len(TIERS)), float("nan"))
+    return torch.stack(found).mean(0).expand(2, -1)

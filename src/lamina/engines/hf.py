@@ -174,6 +174,7 @@ class LaminaCache(Cache):
             self.control.on_firing = lambda firing: weak.emit("firing", **asdict(firing))
         self.events: list[dict[str, Any]] = []
         self.cut = CUTS[0]
+        self.step: Any = None
 
     @property
     def stores(self) -> list[Any]:
@@ -453,15 +454,14 @@ class LaminaCache(Cache):
                 "take a new cache"
             )
 
-    def make_room(self, real: Tensor | None, batch: int, tokens: int, dtype: torch.dtype) -> None:
-        """Find room for a chunk in all layers, giving up as little as goes, the same in all of them.
+    def make_room(self, real: Tensor | None, batch: int, before: int, tokens: int, dtype: torch.dtype) -> None:
+        """Find room for a chunk behind ``before`` columns, giving up as little as goes, the same in all layers.
 
         What does not fit is stored in none.
         """
         self.cut = CUTS[0]
         if self.budget.max_bytes is None:
             return
-        before = self.seen - tokens
         counts = [tokens] * batch if real is None else real.sum(1).tolist()
 
         def need() -> int:

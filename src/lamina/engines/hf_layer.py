@@ -86,15 +86,20 @@ class LaminaLayer(CacheLayerMixin):
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Announce rows ``[B, H, T, D]``; returns them with this layer attached."""
+        if self.cache.step is not None:
+            return self._marked(key_states, value_states)
         self.cache.check_state(self.index, key_states.shape[2])
         key_states, value_states = key_states.detach(), value_states.detach()
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         self.pending = key_states.shape[2]
         self.seen += self.pending
-        for rows in (key_states, value_states):
-            setattr(rows, HANDLE, self)
-        return key_states, value_states
+        return self._marked(key_states, value_states)
+
+    def _marked(self, *rows: Tensor) -> Any:
+        for x in rows:
+            setattr(x, HANDLE, self)
+        return rows
 
     def attend(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -109,7 +114,7 @@ class LaminaLayer(CacheLayerMixin):
             if self.index == self.cache.ours[0].index:
                 if tokens > 1:
                     self.cache.check_positions(kwargs.get("position_ids"), real)
-                self.cache.make_room(real, batch, tokens, key.dtype)
+                self.cache.make_room(real, batch, before, tokens, key.dtype)
             self.store.append(key, value, real, self.cache.cut)
             self.pending = 0
             padding.grow(real, batch, before, tokens)
@@ -219,6 +224,8 @@ def lamina_attention(
         if stored_by is not layer:
             raise UnsupportedModelError(f"layer {layer.index} attends to other values than those it stores")
         _check_call(layer, scaling, dropout, kwargs)
+        if layer.cache.step is not None:
+            return layer.cache.step.attend(layer, query, key, value, **kwargs), None
         return layer.attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
     except BaseException:
         layer.withdraw()

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lamina.codec import PAGE_TOKENS
 from lamina.codec.packing import SLABS_OF_BITS
+from lamina.pages.ids import Tell, tell
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import ALL_RANKS, Budget, Field, Pool
 from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row, read_bits
@@ -123,6 +124,12 @@ class Arena:
         """Set how many rows of these pages are valid."""
         self._set(pages, ROWS, rows)
 
+    def count_row(self, pages: Tensor) -> Tensor:
+        """Count one row more of open pages ``[n]``, of which the device need not be told; returns their rows."""
+        rows = self.table[pages, ROWS] + 1
+        self.table[pages, ROWS] = rows
+        return rows
+
     def close(self, pages: list[int], bits: tuple[int, int]) -> Tensor:
         """Make open pages closed ones of a tier, whose codes the caller writes.
 
@@ -140,13 +147,13 @@ class Arena:
         self._set(pages, slice(TIER, EXACT), torch.cat([tiers, slots], 1))
         return slots
 
-    def device_table(self) -> Tensor:
+    def device_table(self, tell: Tell = tell) -> Tensor:
         """Page table on the device, in which open pages count as full: rows behind a sequence's end are not read."""
         if not self.mirrored:
             return self.table
         if self.changed:
             ids = _ids(sorted(self.changed))
-            self.pages.data[4][ids.to(self.device)] = self.device_rows(ids).to(self.device)
+            tell(self.pages.data[4], ids, self.device_rows(ids))
             self.changed.clear()
         return self.pages.data[4]
 

@@ -12,7 +12,7 @@ from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import CacheStateError, MemoryBudgetError, NonFiniteError
 from lamina.pages.arena import Arena
 from lamina.pages.config import WindowConfig
-from lamina.pages.ids import PageIds
+from lamina.pages.ids import PageIds, Tell, tell
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import Budget
 from lamina.pages.table import EXACT, FINE, ROWS, START, TIER
@@ -87,6 +87,13 @@ class LayerStore:
     on_close : callable, optional
         Called with the first positions of pages that were closed, their bits, and those of them in the windows whose
         exact rows were not kept for lack of bytes.
+
+    Attributes
+    ----------
+    version : int
+        Counts what happens to the sequences, steps by :meth:`begin_step` aside.
+    holds_storage : bool
+        Whether free slots are kept, as for kernels in a CUDA graph that know where the storage lies.
     """
 
     def __init__(
@@ -111,6 +118,10 @@ class LayerStore:
         self.on_close = on_close
         self.sequences: list[Sequence] = []
         self.snapshots: list[Snapshot] = []
+        self.version = 0
+        self.holds_storage = False
+        self._open = torch.empty(0, dtype=torch.long)
+        self._bits = (0, 0)
         self.ids = PageIds(budget, self.arena.device, self.arena.mirrored)
         self._lengths: tuple[list[int], Tensor] = [], torch.empty(0, dtype=torch.int32)
 
@@ -152,6 +163,7 @@ class LayerStore:
         if real is not None:
             rows = [(k_row[:, keep], v_row[:, keep]) for (k_row, v_row), keep in zip(rows, real.to(k.device))]
         self._check_finite(k, v, rows)
+        self.version += 1
         self.settle()
         bits, windows = self._make_room([k_row.shape[1] for k_row, _ in rows], cut)
         if not self.sequences:
@@ -164,6 +176,45 @@ class LayerStore:
         self._close(filled, bits, missed)
         # The table of page ids counts from now on, not from when it is first read.
         self.page_ids()
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the next step starts or fills a page, or the sequences are not as the last step left them."""
+        return len(self._open) != len(self.sequences) or bool(
+            (self.arena.table[self._open, ROWS] >= PAGE_TOKENS - 1).any()
+        )
+
+    def begin_step(self, cut: Cut | None = None) -> None:
+        """Prepare for one row of every sequence that kernels write: each gets an open page of its own.
+
+        Later steps need no preparation until :attr:`at_edge` says so, or :attr:`version` changes.
+        """
+        self.settle()
+        self._bits, _ = self._make_room([1] * len(self.sequences), cut)
+        for b, s in enumerate(self.sequences):
+            page = self._open_page(s)
+            if page is None:
+                self._start_pages(b, [s.length], [True])
+                self.arena.set_rows([s.pages[-1]], 0)
+            elif self.arena.users(page) > 1:
+                self._own(s, self.arena.cell(page, ROWS))
+        self._open = torch.tensor([s.pages[-1] for s in self.sequences], dtype=torch.long)
+
+    def end_step(self) -> None:
+        """The kernels have written the row; pages that are full now are closed."""
+        for s in self.sequences:
+            s.length += 1
+        full = self._open[self.arena.count_row(self._open) == PAGE_TOKENS].tolist()
+        if full:
+            rows = self.arena.exact.data[0][self.arena.table[full, EXACT].long()]
+            self._close([FilledPages([page], k, v) for page, (k, v) in zip(full, rows)], self._bits, [])
+            self._open = self._open[:0]
+
+    def reserve(self, tokens: int, bits: tuple[int, int]) -> None:
+        """Have storage for so many more rows of every sequence, closed at a tier."""
+        n, pages = len(self.sequences), -(-tokens // PAGE_TOKENS) + 1
+        slabs = sum(SLABS_OF_BITS[b] - 1 for b in bits)
+        self.arena.reserve(n * pages, n * pages * slabs, 2 * n)
 
     def settle(self) -> None:
         """Release the exact rows that no later query, nor a roll-back, can read."""
@@ -186,6 +237,7 @@ class LayerStore:
         for sequence, length in zip(self.sequences, lengths, strict=True):
             if not 0 <= length <= sequence.length:
                 raise CacheStateError(f"{self.name}: cannot crop {sequence.length} tokens to {length}")
+        self.version += 1
         self.arena.reserve(*self._crop_slots(lengths))
         cropped = [(s, length) for s, length in zip(self.sequences, lengths) if length < s.length]
         for sequence, length in cropped:
@@ -218,6 +270,7 @@ class LayerStore:
     def snapshot(self) -> Snapshot:
         """Remember all sequences as they are now; costs no bytes until they change."""
         taken = [s.copy() for s in self.sequences]
+        self.version += 1
         for s in taken:
             self.arena.retain(s.pages, s.held)
         self.snapshots.append(taken)
@@ -238,6 +291,7 @@ class LayerStore:
     def extend(self, other: "LayerStore") -> None:
         """Add copies of another store's sequences to the batch."""
         pages = list(dict.fromkeys(p for s in other.sequences for p in s.pages))
+        self.version += 1
         self.arena.reserve(*self._extend_slots(other))
         here = self.arena.take_in(other.arena, pages, self._exact_of(other, pages))
         for s in other.sequences:
@@ -253,16 +307,19 @@ class LayerStore:
         self.compact()
         self.page_ids()
 
-    def view(self) -> StoreView:
-        """What attention reads, tables where the rows are."""
+    def view(self, lengths: Tensor | None = None, tell: Tell = tell, spare: int = 0) -> StoreView:
+        """What attention reads, tables where the rows are.
+
+        ``lengths``: those to use instead of the sequences' own. ``tell`` and ``spare``: see :class:`PageIds`.
+        """
         records, slabs, exact = (pool.data[0] for pool in self.arena.pools)
-        lengths = [s.length for s in self.sequences]
-        if lengths != self._lengths[0]:
-            self._lengths = lengths, torch.tensor(lengths, dtype=torch.int32).to(self.device)
-        ids = self.ids.on_device([s.pages for s in self.sequences])
-        return StoreView(
-            self.layout, records, slabs, exact, self.arena.device_table(), ids, self._lengths[1], self.window
-        )
+        if lengths is None:
+            now = [s.length for s in self.sequences]
+            if now != self._lengths[0]:
+                self._lengths = now, torch.tensor(now, dtype=torch.int32).to(self.device)
+            lengths = self._lengths[1]
+        ids = self.ids.on_device([s.pages for s in self.sequences], tell, spare)
+        return StoreView(self.layout, records, slabs, exact, self.arena.device_table(tell), ids, lengths, self.window)
 
     def page_ids(self) -> Tensor:
         """Page ids of every sequence, int32 ``[B, P]`` on the CPU, padded with -1."""
@@ -338,6 +395,7 @@ class LayerStore:
         """Give the free slots of all pools back to the budget."""
         moved = self.arena.compact()
         if moved:
+            self.version += 1
             for sequence in self._everyone():
                 sequence.pages = [moved.get(p, p) for p in sequence.pages]
                 sequence.held = [moved.get(p, p) for p in sequence.held]
@@ -350,6 +408,7 @@ class LayerStore:
             yield from snapshot
 
     def _replace(self, sequences: list[Sequence]) -> None:
+        self.version += 1
         for s in sequences:
             self.arena.retain(s.pages, s.held)
         for s in self.sequences:
@@ -359,7 +418,7 @@ class LayerStore:
         self._loosen()
 
     def _loosen(self) -> None:
-        if self.arena.is_loose:
+        if self.arena.is_loose and not self.holds_storage:
             self.compact()
 
     def _is_past(self, page: int, first: int) -> bool:

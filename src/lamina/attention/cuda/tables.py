@@ -1,0 +1,42 @@
+"""Changes of page tables on NVIDIA GPUs, gathered and made by the kernel of ``tables.cu``."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lamina.attention.cuda.nvrtc import Module
+
+THREADS = 32
+
+
+@cache
+def _module(device: torch.device) -> Module:
+    return Module("tables", {}, device)
+
+
+class Patches:
+    """Rows to be written to tables on a device, a :data:`lamina.pages.ids.Tell` that waits for :meth:`flush`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._patches: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._n = 0
+
+    def __call__(self, target: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Have int32 rows ``[n, C]`` written to the rows ``ids`` of a contiguous tensor ``[N, C]``."""
+        n, columns = rows.shape
+        patch = torch.empty(n, 2, dtype=torch.int64)
+        patch[:, 0] = target.data_ptr() + ids * (columns * target.itemsize)
+        patch[:, 1] = torch.arange(n) * columns + self._n + (columns << 32)
+        self._patches.append(patch)
+        self._values.append(rows.flatten())
+        self._n += rows.numel()
+
+    def flush(self) -> None:
+        """Write them."""
+        if self._patches:
+            patches, values = (torch.cat(x).to(self.device) for x in (self._patches, self._values))
+            _module(self.device).launch("lamina_patch", (len(patches), 1, 1), THREADS, patches, values)
+        self._patches, self._values, self._n = [], [], 0

@@ -1,0 +1,310 @@
+"""Decode steps of a LaminaCache in a CUDA graph: the host launches once a step, and keeps the books meanwhile."""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lamina.attention.cuda.decode import NewRows, attend_cuda
+from lamina.attention.cuda.tables import Patches
+from lamina.attention.dispatch import announce_once
+from lamina.codec import PAGE_TOKENS
+from lamina.codec.gaussian import gaussian_rows
+from lamina.control.canary import anchored_mean
+from lamina.control.config import Canary
+from lamina.engines.hf import LaminaCache, cache_kwarg
+from lamina.engines.hf_layer import LaminaLayer
+from lamina.errors import CacheStateError, ConfigError, NonFiniteError
+from lamina.pages.view import StoreView
+
+RESERVE = 1024
+"""Tokens of every sequence for which there is storage when a step is captured; it is captured anew behind them."""
+
+
+TAKEN = "lamina_graph"
+HIDDEN = 1 << 30
+"""What the device reports where a mask hides a new token; otherwise it is the number of a layer, counted from 1."""
+
+
+class DecodeGraph:
+    """Runs the decode steps of a model and its cache from CUDA graphs.
+
+    While it is open, calls of the model with one new token for every sequence of the cache are replayed; any other call
+    runs as always. Results are those of the same kernels without a graph. Rows that hold NaN or Inf are found out after
+    they were stored, at the next step or at the end.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On an NVIDIA GPU, every layer of which the cache keeps in pages.
+    cache : LaminaCache
+        Of that model.
+    reserve : int
+        Tokens of every sequence for which storage is taken at a time, without ``max_bytes``.
+
+    Examples
+    --------
+    .. code-block:: python
+
+        cache = LaminaCache(model, profile)
+        with DecodeGraph(model, cache):
+            output = model.generate(**inputs, max_new_tokens=500, cache=cache)
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: LaminaCache, reserve: int = RESERVE) -> None:
+        if not isinstance(cache, LaminaCache):
+            raise ConfigError(f"cache is a {type(cache).__name__}; give the LaminaCache that the model runs with")
+        if reserve < PAGE_TOKENS:
+            raise ConfigError(f"reserve={reserve!r} must be at least {PAGE_TOKENS} tokens")
+        self.model, self.cache, self.reserve = model, cache, reserve
+        self.device = model.device
+        self._check()
+        self.forward: Callable[..., Any] = model.forward
+        self._graphs: dict[bool, Any] = {}
+        self._outputs: dict[bool, Any] = {}
+        self._signals: list[Tensor] = []
+        self._measured = False
+        self._undecided: Tensor | None = None
+        self._storage: tuple[int, ...] = ()
+        self._versions: list[int] = []
+        self._views: dict[int, StoreView] = {}
+        self._on_device: list[int] = []
+
+    def _check(self) -> None:
+        cache = self.cache
+        self._check_device()
+        if cache.hosts:
+            raise ConfigError(
+                f"layers {cache.hosts} keep transformers' own cache, whose steps cannot be captured; decode without a "
+                "graph"
+            )
+        if len({p.device for p in self.model.parameters()}) > 1:
+            raise ConfigError("the model is spread over several devices; a step is captured on one")
+        if cache.controller is not None and cache.controller.config.canary == Canary.RING:
+            raise ConfigError("the ring canary reads its keys on the host; use the anchored canary, or no graph")
+
+    def _check_device(self) -> None:
+        if self.device.type != "cuda":
+            raise ConfigError(f"the model is on {self.device}; CUDA graphs need an NVIDIA GPU")
+
+    def __enter__(self) -> "DecodeGraph":
+        """Take over the model's decode steps."""
+        if hasattr(self.model.forward, TAKEN):
+            raise CacheStateError("the model runs from another DecodeGraph already; leave that one first")
+
+        @functools.wraps(self.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        setattr(forward, TAKEN, True)
+        self.model.forward = forward
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the model back, and take the last decision."""
+        del self.model.forward
+        self._release()
+        for store in self.cache.stores:
+            store.holds_storage = False
+        if error is None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait for the device, take the decision that the last measured step is for, and raise what went wrong."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Take the decision that the last measured step is for, and raise what the device has reported."""
+        if self._undecided is not None:
+            found, self._undecided = self._undecided, None
+            if self.cache.control is not None:
+                self.cache.control.decide(found.cpu(), max(self.cache.lengths))
+        mark = int(self._reported) if self._on_device else 0
+        if mark:
+            self._wrong.zero_()
+            self._reported.zero_()
+            if mark == HIDDEN:
+                raise CacheStateError(
+                    "the attention mask hides a new token, which a DecodeGraph has stored as a real one; decode "
+                    "padding without a graph"
+                )
+            raise NonFiniteError(
+                f"layer {mark - 1}: a key or value row among the last of the cache's {self.cache.seen} tokens holds "
+                "NaN or Inf; the model's weights are damaged, or its dtype overflows (try bfloat16)"
+            )
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        step = "it has positional arguments" if args else self._step_of(kwargs)
+        if not isinstance(step, str):
+            return self._step(*step)
+        if kwargs.get("input_ids") is not None and kwargs["input_ids"].shape[-1] == 1 and self.cache.lengths:
+            announce_once(f"a decode step runs without its CUDA graph: {step}")
+        self.flush()
+        return self.forward(*args, **kwargs)
+
+    def _step_of(self, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None] | str:
+        """Tokens, positions and mask of a call that is a decode step; otherwise why it is none."""
+        cache, batch = self.cache, len(self.cache.lengths)
+        given = {name: x for name, x in kwargs.items() if x is not None and x is not False}
+        (name,) = cache_kwarg(self.model, cache)
+        if given.pop(name, None) is not cache:
+            return "it has another cache"
+        if (
+            kwargs.get("use_cache") is False
+            or kwargs.get("return_dict") is False
+            or given.pop("logits_to_keep", 1) != 1
+        ):
+            return "it turns use_cache or return_dict off, or asks for other logits than the last"
+        tokens, positions, mask = (given.pop(x, None) for x in ("input_ids", "position_ids", "attention_mask"))
+        other = sorted(given.keys() - {"use_cache", "return_dict", "cache_position"})
+        if other:
+            return f"it has {', '.join(other)}"
+        if tokens is None or tuple(tokens.shape) != (batch, 1):
+            return f"it is no call with one token for each of {batch} sequences"
+        if mask is not None and tuple(mask.shape) != (batch, cache.seen + 1):
+            return f"the attention mask has shape {tuple(mask.shape)}, not {(batch, cache.seen + 1)}"
+        if mask is None and cache.padding.columns is not None:
+            return "it has no attention mask, though the cache holds padded rows"
+        cache.check_whole()
+        return tokens, positions, mask
+
+    def _step(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Any:
+        cache, batch = self.cache, len(self.cache.lengths)
+        cache.collect()
+        self._take_in()
+        control = cache.control
+        measured = control is not None and control.looks(cache.ours[0].index, 1)
+        self._prepare(batch)
+        self._tokens.copy_(tokens)
+        if positions is None:
+            self._positions.fill_(cache.seen)
+        else:
+            self._positions.copy_(positions.expand(batch, 1))
+        if self._on_device != cache.lengths:
+            self._on_device = list(cache.lengths)
+            self._lengths.copy_(torch.tensor(self._on_device, dtype=torch.int32))
+        if mask is not None:
+            hidden = (mask[:, -1:] == 0).any(0)
+            torch.maximum(self._wrong, hidden * HIDDEN, out=self._wrong)
+        output = self._replay(measured)
+        self._on_device = [n + 1 for n in self._on_device]
+        self._count(batch)
+        if measured:
+            self._undecided = torch.stack(self._signals)
+        result = copy.copy(output)
+        result["logits"] = output["logits"].clone()
+        return result
+
+    def _prepare(self, batch: int) -> None:
+        """Make the books fit one more row of every sequence, and tell the device what is new."""
+        cache, stores = self.cache, self.cache.stores
+        first = len(self._on_device) != batch
+        if first:
+            self._release()
+            with torch.inference_mode(False):
+                self._tokens, self._positions = torch.zeros(2, batch, 1, dtype=torch.int64, device=self.device)
+                self._lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
+                self._wrong = torch.zeros(1, dtype=torch.int32, device=self.device)
+                self._reported = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        versions = [store.version for store in stores]
+        if (
+            not first
+            and versions == self._versions
+            and not stores[0].at_edge
+            and not any(s.arena.changed for s in stores)
+        ):
+            return
+        cache.make_room(None, batch, cache.seen, 1, stores[0].dtype)
+        for store in stores:
+            store.holds_storage = cache.budget.max_bytes is None
+            store.begin_step(cache.cut)
+        self._versions = [store.version for store in stores]
+        if self._look() != self._storage:
+            self._release()
+            if cache.budget.max_bytes is None:
+                for store in stores:
+                    store.reserve(self.reserve, (8, 8) if cache.control is not None else store.tiers())
+            self._look(self.reserve // PAGE_TOKENS)
+            self._storage = self._look()
+
+    def _look(self, spare: int = 0) -> tuple[int, ...]:
+        """Tell the device of all changes; returns where the storage lies."""
+        patches = Patches(self.device)
+        found: list[int] = []
+        for layer in self.cache.ours:
+            view = layer.store.view(self._lengths, patches, spare)
+            self._views[layer.index] = view
+            parts = (view.records, view.slabs, view.exact, view.table, view.page_ids)
+            found += [t.data_ptr() for t in parts]
+        patches.flush()
+        return tuple(found)
+
+    def _replay(self, measured: bool) -> Any:
+        if measured not in self._graphs:
+            self._graphs[measured], self._outputs[measured] = self._capture(measured)
+        graph = self._graphs[measured]
+        graph.replay()
+        return self._outputs[measured]
+
+    def _capture(self, measured: bool) -> tuple[Any, Any]:
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self._run(measured)
+            self._lengths -= 1
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            output = self._run(measured)
+        return graph, output
+
+    @torch.no_grad()
+    def _run(self, measured: bool) -> Any:
+        """One step of the model: its attention, by way of :meth:`attend`, is what a graph can hold."""
+        self._lengths += 1
+        self._measured, self.cache.step = measured, self
+        if measured:
+            self._signals = []
+        try:
+            output = self.forward(
+                input_ids=self._tokens, position_ids=self._positions, use_cache=True, return_dict=True,
+                **cache_kwarg(self.model, self.cache),
+            )  # fmt: skip
+        finally:
+            self.cache.step = None
+        self._reported.copy_(self._wrong, non_blocking=True)
+        return output
+
+    def attend(self, layer: LaminaLayer, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        """Append rows and attend, on the device alone: ``[B, 1, Hq, D]``."""
+        rows = gaussian_rows(self.cache.codec, key.shape[-1]) if self._measured else None
+        basis = replace(layer.basis, softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"), rows=rows)
+        new = NewRows(key, value, self._wrong, layer.index + 1)
+        result = attend_cuda(query, self._views[layer.index], basis, new=new).with_sinks(basis.sinks)
+        if rows is not None:
+            self._signals.append(anchored_mean(query, result, rows))
+        return result.out
+
+    def _count(self, batch: int) -> None:
+        """Keep the books of a step that the device has been given."""
+        cache = self.cache
+        before = cache.seen
+        cache.running = True
+        for layer in cache.ours:
+            layer.seen += 1
+            layer.store.end_step()
+        cache.padding.grow(None, batch, before, 1)
+        cache.finished(cache.ours[-1].index)
+
+    def _release(self) -> None:
+        self._graphs, self._outputs, self._storage = {}, {}, ()

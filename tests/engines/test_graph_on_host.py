@@ -1,0 +1,220 @@
+"""Decode steps as a CUDA graph runs them, on the CPU: the same kernels and books, no graph around them."""
+
+from functools import partial
+
+import pytest
+import torch
+from host import needs_compiler, on_host
+
+from lamina.attention.cuda import decode, encode, tables
+from lamina.attention.cuda.encode import CudaPageWriter
+from lamina.control.config import ControllerConfig
+from lamina.engines import hf_layer
+from lamina.engines.hf import LaminaCache, cache_kwarg
+from lamina.engines.hf_graph import DecodeGraph
+from lamina.errors import CacheStateError, ConfigError, NonFiniteError
+from lamina.pages import LayerStore, WindowConfig
+from tiny_models import PAD, build, logits_of, profile_of, tokens
+
+pytestmark = needs_compiler
+WINDOW = WindowConfig(64, 64, 64)
+
+
+class HostGraph(DecodeGraph):
+    """A step runs at once, and is captured as often as the real one."""
+
+    captures = 0
+
+    def _check_device(self):
+        pass
+
+    def _replay(self, measured):
+        if measured not in self._graphs:
+            self._graphs[measured] = True
+            self.captures += 1
+        return self._run(measured)
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_the_host(monkeypatch):
+    for module in (decode, encode, tables):
+        on_host(monkeypatch, module)
+    monkeypatch.setattr(hf_layer, "LayerStore", partial(LayerStore, mirrored=True))
+    monkeypatch.setattr(hf_layer, "page_writer", CudaPageWriter)
+
+
+def read(model, cache, ids, **kwargs):
+    return logits_of(model, ids, **cache_kwarg(model, cache), **kwargs)[:, -1]
+
+
+def steps(model, cache, ids, n, **kwargs):
+    """Logits of n greedy steps."""
+    found = []
+    for _ in range(n):
+        logits = read(model, cache, ids, **kwargs)
+        found.append(logits)
+        ids = logits.argmax(-1, keepdim=True)
+    return torch.stack(found, 1)
+
+
+def both(model, run, **settings):
+    """What a run gives with and without a graph, and the two caches."""
+    caches = [
+        LaminaCache(model, profile_of(type(model).__name__.removesuffix("ForCausalLM")), **settings) for _ in (0, 1)
+    ]
+    plain = run(caches[0])
+    with HostGraph(model, caches[1], reserve=64) as graph:
+        graphed = run(caches[1])
+    assert graph.captures
+    for a, b in zip(caches[0].stores, caches[1].stores):
+        assert [s.length for s in a.sequences] == [s.length for s in b.sequences]
+        assert sum(b.memory().values()) > 0
+    used = sum(caches[1].memory().values())
+    assert caches[1].budget.used == used
+    return plain, graphed, caches
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_steps_give_what_they_give_without_a_graph(kind):
+    """Over the ends of pages, until rows are read packed; pages close with the same tiers."""
+    model = build(kind)
+    prompt = tokens(2, 187)
+
+    def run(cache):
+        first = read(model, cache, prompt)
+        return steps(model, cache, first.argmax(-1, keepdim=True), 80)
+
+    plain, graphed, caches = both(model, run, tiers=(4, 2), window=WINDOW)
+    torch.testing.assert_close(graphed, plain, rtol=0, atol=5e-3)
+    tables = [[s.arena.table[p, :4].tolist() for q in s.sequences for p in q.pages] for s in caches[0].stores]
+    assert tables == [[s.arena.table[p, :4].tolist() for q in s.sequences for p in q.pages] for s in caches[1].stores]
+
+
+def test_generate_takes_its_steps_from_the_graph():
+    model, ids = build("Llama"), tokens(2, 100)
+    settings = {"max_new_tokens": 40, "do_sample": False}
+
+    def run(cache):
+        return model.generate(ids, cache=cache, **settings)
+
+    plain, graphed, _ = both(model, run, tiers=8, window=WINDOW)
+    assert torch.equal(plain, graphed)
+
+
+def test_padded_rows_end_pages_at_different_steps():
+    model, ids = build("Llama"), tokens(3, 130)
+    mask = torch.ones_like(ids)
+    for b, n in enumerate((0, 37, 101)):
+        ids[b, :n], mask[b, :n] = PAD, 0
+
+    def run(cache):
+        return model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=45, do_sample=False)
+
+    plain, graphed, _ = both(model, run, tiers=(4, 4), window=WINDOW)
+    assert torch.equal(plain, graphed)
+
+
+def test_a_cache_may_be_cropped_extended_and_restored_between_steps():
+    model, prompt = build("Llama"), tokens(2, 150)
+
+    def run(cache):
+        found = [read(model, cache, prompt)]
+        found.append(steps(model, cache, tokens(2, 1, 5), 50)[:, -1])
+        cache.crop(170)
+        found.append(steps(model, cache, tokens(2, 1, 6), 30)[:, -1])
+        taken = cache.snapshot()
+        found.append(steps(model, cache, tokens(2, 1, 7), 40)[:, -1])
+        cache.restore(taken)
+        found.append(steps(model, cache, tokens(2, 1, 7), 40)[:, -1])
+        found.append(read(model, cache, tokens(2, 33, 8)))
+        cache.select([1, 0, 1])
+        found.append(steps(model, cache, tokens(3, 1, 9), 40)[:2, -1])
+        return torch.cat(found)
+
+    plain, graphed, _ = both(model, run, tiers=(8, 8), window=WINDOW)
+    torch.testing.assert_close(graphed, plain, rtol=0, atol=5e-3)
+    torch.testing.assert_close(graphed[6:8], graphed[8:10], rtol=0, atol=1e-4)
+
+
+def test_the_controller_decides_as_it_does_without_a_graph():
+    model, prompt = build("Llama"), tokens(1, 260)
+    config = ControllerConfig(rate=1 / 4, target_bits=4.0)
+    firings = []
+
+    def run(cache):
+        told = []
+        cache.listeners.append(lambda event: told.append(event) if event["event"] == "firing" else None)
+        read(model, cache, prompt)
+        out = steps(model, cache, tokens(1, 1, 3), 30)
+        firings.append(told)
+        return out
+
+    plain, graphed, caches = both(model, run, tiers=(4, 4), window=WINDOW, controller=config)
+    torch.testing.assert_close(graphed, plain, rtol=0, atol=5e-3)
+    assert len(firings[0]) == len(firings[1]) > 3
+    assert caches[0].tiers == caches[1].tiers
+
+
+def test_a_byte_limit_holds():
+    model, prompt = build("Llama"), tokens(1, 200)
+    free = LaminaCache(model, profile_of("Llama"), tiers=8, window=WINDOW)
+    read(model, free, prompt)
+    steps(model, free, tokens(1, 1), 200)
+    limit = int(0.8 * sum(free.memory().values()))
+
+    def run(cache):
+        read(model, cache, prompt)
+        out = steps(model, cache, tokens(1, 1), 200)
+        assert cache.budget.used <= limit
+        return out
+
+    _, _, caches = both(model, run, tiers=8, window=WINDOW, max_bytes=limit)
+    assert caches[1].pager.planes_shed > 0
+
+
+def test_damaged_rows_are_reported():
+    model = build("Llama")
+    cache = LaminaCache(model, profile_of("Llama"), window=WINDOW)
+    with pytest.raises(NonFiniteError, match="layer 1"), HostGraph(model, cache):
+        read(model, cache, tokens(1, 70))
+        model.model.layers[1].self_attn.v_proj.weight.data[3, 3] = float("nan")
+        steps(model, cache, tokens(1, 1), 2)
+
+
+def test_a_mask_that_hides_a_new_token_is_an_error():
+    model = build("Llama")
+    cache = LaminaCache(model, profile_of("Llama"), window=WINDOW)
+    mask = torch.ones(2, 71, dtype=torch.long)
+    mask[1, -1] = 0
+    with pytest.raises(CacheStateError, match="hides a new token"), HostGraph(model, cache):
+        read(model, cache, tokens(2, 70))
+        read(model, cache, tokens(2, 1), attention_mask=mask)
+
+
+def test_calls_that_are_no_steps_run_without_the_graph(caplog):
+    model, ids = build("Llama"), tokens(2, 90)
+    cache, other = (LaminaCache(model, profile_of("Llama"), window=WINDOW) for _ in (0, 1))
+    with HostGraph(model, cache) as graph:
+        read(model, cache, ids)
+        expected = logits_of(model, ids)
+        torch.testing.assert_close(read(model, other, ids), expected[:, -1], rtol=0, atol=1e-4)
+        out = model(input_ids=ids[:, :1], output_hidden_states=True, **cache_kwarg(model, cache))
+        assert len(out.hidden_states) == 3 and not graph.captures
+        read(model, cache, ids[:, :1])
+        assert graph.captures == 1 and cache.seen == 92
+    assert "forward" not in vars(model)
+    assert "output_hidden_states" in caplog.text
+
+
+def test_what_cannot_be_captured_is_refused():
+    model = build("Llama")
+    cache = LaminaCache(model, profile_of("Llama"), window=WINDOW)
+    with pytest.raises(ConfigError, match="NVIDIA GPU"):
+        DecodeGraph(model, cache)
+    with pytest.raises(ConfigError, match="reserve"):
+        HostGraph(model, cache, reserve=3)
+    ring = LaminaCache(model, profile_of("Llama"), controller=ControllerConfig(canary="ring"))
+    with pytest.raises(ConfigError, match="ring"):
+        HostGraph(model, ring)
+    with HostGraph(model, cache), pytest.raises(CacheStateError, match="another DecodeGraph"), HostGraph(model, cache):
+        pass
