@@ -102,6 +102,8 @@ def _library(text: str) -> ctypes.CDLL:
     flags = (*FLAGS, *os.environ.get("LAMINA_HOST_FLAGS", "").split())
     folder = Path(tempfile.gettempdir()) / f"lamina-host-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise KernelError(f"{folder} belongs to somebody else")
     path = folder / f"{hashlib.sha256(repr((COMPILER, flags, text)).encode()).hexdigest()[:32]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as build:
