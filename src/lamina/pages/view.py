@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from lamina.pages.config import WindowConfig
@@ -40,6 +41,12 @@ class StoreView:
     page_ids: Tensor
     lengths: Tensor
     window: WindowConfig
+
+    def to(self, device: torch.device) -> "StoreView":
+        """The view with its tables on a device, copied unless they are there."""
+        return replace(
+            self, table=self.table.to(device), page_ids=self.page_ids.to(device), lengths=self.lengths.to(device)
+        )
 
     def only(self, sequence: int) -> "StoreView":
         """The view of one sequence alone."""

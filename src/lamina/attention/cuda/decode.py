@@ -29,6 +29,7 @@ MOST_WAVES = 4
 OLDEST = (8, 0)
 """Compute capability from which on the kernels run."""
 
+LOG2E = math.log2(math.e)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -86,6 +87,16 @@ class Geometry:
     capped: bool
     kind: int
     measured: bool
+
+    @classmethod
+    def of(cls, q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> "Geometry":
+        """That of a call."""
+        n_kv, (_, n_q, tokens, dim) = view.layout.n_heads, q_bhtd.shape
+        group = n_q // n_kv
+        return cls(
+            dim, group, -(-group * tokens // COLUMNS_PER_TILE), n_kv, view.layout.centered, basis.softcap != 0,
+            KINDS[view.exact.dtype], basis.rows is not None,
+        )  # fmt: skip
 
     def defines(self) -> dict[str, int]:
         """Macros."""
@@ -171,57 +182,70 @@ def attend_cuda(
     new : NewRows, optional
         Rows to append first; the lengths of the view count them already.
     """
+    view = view.to(q_bhtd.device)
+    geometry = Geometry.of(q_bhtd, view, basis)
     batch, n_q, tokens, dim = q_bhtd.shape
-    n_kv, device, width, window = view.layout.n_heads, q_bhtd.device, view.page_ids.shape[1], view.window
-    group = n_q // n_kv
-    tiles = -(-group * tokens // COLUMNS_PER_TILE)
-    rows = basis.rows
-    geometry = Geometry(
-        dim, group, tiles, n_kv, view.layout.centered, basis.softcap != 0, KINDS[view.exact.dtype], rows is not None
-    )  # fmt: skip
-    kernels, columns = _module(geometry, device), geometry.columns
+    n_kv, device, width, window = geometry.n_kv_heads, q_bhtd.device, view.page_ids.shape[1], view.window
+    kernels, columns, rows = _module(geometry, device), geometry.columns, basis.rows
     if splits is None:
         splits = geometry.splits(batch * n_kv, width, _processors(device))
-
     # Exact pages are those of the windows and up to two open or cut ones; one a split is enough.
     windows = (window.sink + window.recent) // PAGE_TOKENS
     exact_splits, exact_cost = min(splits, windows + 2), EXACT_COST if windows else 0
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    queries = transform_queries(q_bhtd, view, basis, new)
+    partial = _empty(device, splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
+    out = _empty(device, batch, tokens, n_q, dim, dtype=q_bhtd.dtype)
+    lse_packed, lse = _empty(device, 2, batch, n_q, tokens)
+    spread = _empty(device, batch, n_q, tokens, 3) if rows is not None else None
+    held = (
+        *queries, view.records, view.slabs, view.exact, view.table, view.page_ids, view.lengths, basis.kappa, partial
+    )  # fmt: skip
+    variance = (0.0,) * 6 if rows is None else (*rows.variance[0], *rows.variance[1])
+    params = _Params(
+        *(t.data_ptr() for t in held), width, splits, exact_splits, exact_cost, tokens, window.sink, window.recent,
+        basis.softcap * LOG2E, (ctypes.c_float * 6)(*variance), 1 / dim if rows is not None and rows.aligned else 0.0,
+    )  # fmt: skip
+    grid = (splits, n_kv, batch)
+    kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
+    kernels.launch(
+        "lamina_merge", (n_kv, batch, geometry.group * tokens), geometry.row_threads, partial, basis.v_forward,
+        basis.mean_v, splits, exact_splits, tokens, batch, out, lse_packed, lse, lse if spread is None else spread,
+        shared=4 * (splits + exact_splits), early=True,
+    )  # fmt: skip
+    return AttentionOutput(out, lse_packed, lse, spread)
 
-    packed = empty(batch, n_kv, 2 * columns, dim, dtype=torch.int8)
-    meta, exact = empty(batch, n_kv, columns, 4), empty(batch, n_kv, columns, dim)
-    partial = empty(splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
-    out = empty(batch, tokens, n_q, dim, dtype=q_bhtd.dtype)
-    lse_packed, lse = empty(2, batch, n_q, tokens)
-    spread = empty(batch, n_q, tokens, 3) if rows is not None else None
+
+def transform_queries(
+    q_bhtd: Tensor, view: StoreView, basis: ReadBasis, new: NewRows | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn queries into the packed basis, as 16-bit integers, and append new rows: the first of the three kernels.
+
+    Returns
+    -------
+    packed, meta, exact : Tensor
+        int8 ``[B, H, 2 columns, D]``, float32 ``[B, H, columns, 4]`` and ``[B, H, columns, D]``, see ``decode.cu``.
+    """
+    geometry, device = Geometry.of(q_bhtd, view, basis), q_bhtd.device
+    (batch, _, tokens, dim), n_kv, columns = q_bhtd.shape, geometry.n_kv_heads, geometry.columns
+    packed = _empty(device, batch, n_kv, 2 * columns, dim, dtype=torch.int8)
+    meta, exact = _empty(device, batch, n_kv, columns, 4), _empty(device, batch, n_kv, columns, dim)
     q_bhtd = q_bhtd if q_bhtd.stride(-1) == 1 else q_bhtd.contiguous()
-    strides = (ctypes.c_longlong(x) for x in q_bhtd.stride()[:3])
-    log2e = math.log2(math.e)
-    table, page_ids, lengths = (t.to(device) for t in (view.table, view.page_ids, view.lengths))
     rows_in = _NewRows()
     if new is not None:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (new.k, new.v))
         rows_in = _NewRows(
             k.data_ptr(), v.data_ptr(), (ctypes.c_longlong * 6)(*k.stride()[:3], *v.stride()[:3]),
-            *(t.data_ptr() for t in (view.exact, table, page_ids, lengths, new.damaged)), width, new.mark,
+            *(t.data_ptr() for t in (view.exact, view.table, view.page_ids, view.lengths, new.damaged)),
+            view.page_ids.shape[1], new.mark,
         )  # fmt: skip
-    kernels.launch(
-        "lamina_query", (n_kv, batch, 1), geometry.row_threads, q_bhtd, *strides, basis.q_forward,
-        basis.scaling * log2e, tokens, packed, meta, exact, rows_in,
+    _module(geometry, device).launch(
+        "lamina_query", (n_kv, batch, 1), geometry.row_threads, q_bhtd,
+        *(ctypes.c_longlong(x) for x in q_bhtd.stride()[:3]), basis.q_forward, basis.scaling * LOG2E, tokens,
+        packed, meta, exact, rows_in,
     )  # fmt: skip
-    held = (packed, meta, exact, view.records, view.slabs, view.exact, table, page_ids, lengths, basis.kappa, partial)
-    variance = (0.0,) * 6 if rows is None else (*rows.variance[0], *rows.variance[1])
-    params = _Params(
-        *(t.data_ptr() for t in held), width, splits, exact_splits, exact_cost, tokens, window.sink, window.recent,
-        basis.softcap * log2e, (ctypes.c_float * 6)(*variance), 1 / dim if rows is not None and rows.aligned else 0.0,
-    )  # fmt: skip
-    grid = (splits, n_kv, batch)
-    kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
-    kernels.launch(
-        "lamina_merge", (n_kv, batch, group * tokens), geometry.row_threads, partial, basis.v_forward, basis.mean_v,
-        splits, exact_splits, tokens, batch, out, lse_packed, lse, lse if spread is None else spread,
-        shared=4 * (splits + exact_splits), early=True,
-    )  # fmt: skip
-    return AttentionOutput(out, lse_packed, lse, spread)
+    return packed, meta, exact
+
+
+def _empty(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
