@@ -1,14 +1,14 @@
-"""The kernel that encodes pages, run on the CPU, against the encoder in torch."""
+"""The kernel that encodes pages, run on the CPU and on a GPU where there is one, against the encoder in torch."""
 
 from itertools import cycle
 
 import pytest
 import torch
-from host import needs_compiler, on_host
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import generator, layer_profile, random_rows
+from host import needs_compiler, on_host
 from lamina.attention.cuda import encode
 from lamina.attention.cuda.encode import CudaPageWriter
 from lamina.basis.encoder import PageEncoder
@@ -20,31 +20,39 @@ from lamina.pages import Budget, EncodingWriter, LayerStore, WindowConfig
 from lamina.pages.table import FINE, FINEST, TIER
 
 pytestmark = needs_compiler
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 WINDOW = WindowConfig(64, 64, 0)
 
 
-@pytest.fixture(autouse=True)
-def kernels_on_the_host(monkeypatch):
-    on_host(monkeypatch, encode)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        on_host(monkeypatch, encode)
+    return request.param
 
 
-def stores(heads, dim, codec, dtype, tiers):
+def stores(heads, dim, codec, dtype, tiers, device):
     """A store that the torch encoder writes and one that the kernel writes."""
-    encoder = PageEncoder(layer_profile(heads, dim), codec, dim**-0.5, "cpu")
-    for writer in (EncodingWriter(encoder), CudaPageWriter(encoder, dtype)):
+    for place, writer in (("cpu", EncodingWriter), (device, lambda encoder: CudaPageWriter(encoder, dtype))):
+        encoder = PageEncoder(layer_profile(heads, dim), codec, dim**-0.5, place)
         yield LayerStore(
-            heads, dim, dtype, "cpu", window=WINDOW, writer=writer, tiers=cycle(tiers).__next__, budget=Budget(),
-            centered=codec.center,
+            heads, dim, dtype, place, window=WINDOW, writer=writer(encoder), tiers=cycle(tiers).__next__,
+            budget=Budget(), centered=codec.center,
         )  # fmt: skip
+
+
+def append(stores, k, v):
+    for store in stores:
+        store.append(k.to(store.device), v.to(store.device))
 
 
 def decoded(store, page, side):
     """Codes, scales, midpoints, gains and rows of a closed page, with its center."""
     layout, arena = store.layout, store.arena
-    records = layout.views(arena.pages.data[0])
+    records = layout.views(arena.pages.data[0].cpu())
     bits = arena.cell(page, TIER + side)
     columns = [FINE + side, FINEST + 2 * side, FINEST + 2 * side + 1][: SLABS_OF_BITS[bits] - 1]
-    slabs = [records.base[page, side], *(arena.slabs.data[0][arena.cell(page, c)] for c in columns)]
+    slabs = [records.base[page, side], *(arena.slabs.data[0][arena.cell(page, c)].cpu() for c in columns)]
     numbers = [x[page, side][None] for x in (records.scale, records.mid, records.gain)]
     by_read = [decode_pages([s[None] for s in slabs[:n]], *numbers, bits)[0] for n in (1, 2, 4) if n <= len(slabs)]
     center = torch.zeros(layout.n_heads, layout.head_dim)
@@ -91,28 +99,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dim", "heads", "codec", "dtype"), CASES)
-def test_pages_are_as_the_encoder_writes_them(dim, heads, codec, dtype):
+def test_pages_are_as_the_encoder_writes_them(dim, heads, codec, dtype, device):
     tiers = [(2, 4), (8, 2), (4, 8)]
-    theirs, mine = stores(heads, dim, codec, dtype, tiers)
+    theirs, mine = stores(heads, dim, codec, dtype, tiers, device)
     k, v = random_rows(2, heads, 400, dim, dtype=dtype)
     k = k + torch.linspace(-3, 3, dim, dtype=dtype)
     for start, end in ((0, 130), (130, 131), (131, 200), (200, 400)):
-        for store in (theirs, mine):
-            store.append(k[:, :, start:end], v[:, :, start:end])
+        append((theirs, mine), k[:, :, start:end], v[:, :, start:end])
     closed = [p for s in theirs.sequences for p in s.pages if theirs.arena.cell(p, TIER)]
-    torch.testing.assert_close(mine.arena.loss[closed], theirs.arena.loss[closed], rtol=0.02, atol=1e-6)
+    torch.testing.assert_close(mine.arena.loss[closed].cpu(), theirs.arena.loss[closed], rtol=0.02, atol=1e-6)
     assert torch.equal(mine.arena.table[closed], theirs.arena.table[closed])
     for side, rows in enumerate((k, v)):
         assert compare(mine, theirs, rows, side) < (2e-3 if dtype != torch.float32 else 1e-3)
 
 
-def test_rows_that_lie_scattered_are_read_in_place_or_copied():
+def test_rows_that_lie_scattered_are_read_in_place_or_copied(device):
     """Views as models make them: heads beside each other in a row, and views that start off any boundary."""
     for make in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: pad(x)[..., 1:-2]):
-        theirs, mine = stores(2, 32, CodecConfig(), torch.bfloat16, [(2, 2)])
+        theirs, mine = stores(2, 32, CodecConfig(), torch.bfloat16, [(2, 2)], device)
         k, v = (make(x) for x in random_rows(1, 2, 200, 32, dtype=torch.bfloat16))
-        for store in (theirs, mine):
-            store.append(k, v)
+        append((theirs, mine), k, v)
         assert compare(mine, theirs, k, 0) < 2e-3 and compare(mine, theirs, v, 1) < 2e-3
 
 
@@ -121,32 +127,30 @@ def pad(x):
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_rows_without_variance_and_huge_rows(bits):
-    theirs, mine = stores(1, 32, CodecConfig(), torch.bfloat16, [(bits, bits)])
+def test_rows_without_variance_and_huge_rows(bits, device):
+    theirs, mine = stores(1, 32, CodecConfig(), torch.bfloat16, [(bits, bits)], device)
     k, v = random_rows(1, 1, 192, 32, dtype=torch.bfloat16)
     k[:, :, :64], v[:, :, :64] = 0, 0
     k[:, :, 64:128] *= 1e5
     v[:, :, 64:128] *= 1e5
     v[:, :, 130] = 0
-    for store in (theirs, mine):
-        store.append(k, v)
+    append((theirs, mine), k, v)
     assert bool(torch.isfinite(decoded(mine, 0, 0)[4][0]).all()) and compare(mine, theirs, k, 0) < 2e-3
     assert compare(mine, theirs, v, 1) < 2e-3
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     bits=st.tuples(st.sampled_from((2, 4, 8)), st.sampled_from((2, 4, 8))), seed=st.integers(0, 99),
     scale=st.sampled_from((1e-12, 1e-3, 1.0, 3e4)), pages=st.integers(1, 4), heavy=st.booleans(),
 )  # fmt: skip
-def test_any_rows(bits, seed, scale, pages, heavy):
-    theirs, mine = stores(2, 32, CodecConfig(), torch.bfloat16, [bits])
+def test_any_rows(device, bits, seed, scale, pages, heavy):
+    theirs, mine = stores(2, 32, CodecConfig(), torch.bfloat16, [bits], device)
     g = generator(seed)
     k, v = (torch.randn(1, 2, 64 * pages, 32, generator=g) for _ in range(2))
     if heavy:
         k, v = k**3, v * torch.randn(v.shape[:3], generator=g).exp()[..., None]
     k, v = ((x * scale).bfloat16() for x in (k, v))
-    for store in (theirs, mine):
-        store.append(k, v)
+    append((theirs, mine), k, v)
     for side, rows in enumerate((k, v)):
         assert compare(mine, theirs, rows, side) < 5e-3

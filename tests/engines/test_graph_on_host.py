@@ -1,11 +1,12 @@
-"""Decode steps as a CUDA graph runs them, on the CPU: the same kernels and books, no graph around them."""
+"""Decode steps as a CUDA graph runs them: on the CPU the same kernels and books without the graph, on a GPU with it."""
 
 from functools import partial
 
 import pytest
 import torch
-from host import needs_compiler, on_host
 
+import tiny_models
+from host import needs_compiler, on_host
 from lamina.attention.cuda import decode, encode, tables
 from lamina.attention.cuda.encode import CudaPageWriter
 from lamina.control.config import ControllerConfig
@@ -14,16 +15,23 @@ from lamina.engines.hf import LaminaCache, cache_kwarg
 from lamina.engines.hf_graph import DecodeGraph
 from lamina.errors import CacheStateError, ConfigError, NonFiniteError
 from lamina.pages import LayerStore, WindowConfig
-from tiny_models import PAD, build, logits_of, profile_of, tokens
+from tiny_models import PAD, logits_of, profile_of
 
 pytestmark = needs_compiler
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 WINDOW = WindowConfig(64, 64, 64)
 
 
-class HostGraph(DecodeGraph):
-    """A step runs at once, and is captured as often as the real one."""
-
+class CountingGraph(DecodeGraph):
     captures = 0
+
+    def _capture(self, measured):
+        self.captures += 1
+        return super()._capture(measured)
+
+
+class HostGraph(CountingGraph):
+    """A step runs at once, and is captured as often as the real one."""
 
     def _check_device(self):
         pass
@@ -35,12 +43,30 @@ class HostGraph(DecodeGraph):
         return self._run(measured)
 
 
-@pytest.fixture(autouse=True)
-def kernels_on_the_host(monkeypatch):
-    for module in (decode, encode, tables):
-        on_host(monkeypatch, module)
-    monkeypatch.setattr(hf_layer, "LayerStore", partial(LayerStore, mirrored=True))
-    monkeypatch.setattr(hf_layer, "page_writer", CudaPageWriter)
+GRAPHS = {"cpu": HostGraph, "cuda": CountingGraph}
+PLACE = ["cpu"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)], autouse=True)
+def device(request, monkeypatch):
+    PLACE[0] = request.param
+    if request.param == "cpu":
+        for module in (decode, encode, tables):
+            on_host(monkeypatch, module)
+        monkeypatch.setattr(hf_layer, "LayerStore", partial(LayerStore, mirrored=True))
+        monkeypatch.setattr(hf_layer, "page_writer", CudaPageWriter)
+
+
+def build(kind):
+    return tiny_models.build(kind).to(PLACE[0])
+
+
+def tokens(*args):
+    return tiny_models.tokens(*args).to(PLACE[0])
+
+
+def graph_of(*args, **kwargs):
+    return GRAPHS[PLACE[0]](*args, **kwargs)
 
 
 def read(model, cache, ids, **kwargs):
@@ -63,7 +89,7 @@ def both(model, run, **settings):
         LaminaCache(model, profile_of(type(model).__name__.removesuffix("ForCausalLM")), **settings) for _ in (0, 1)
     ]
     plain = run(caches[0])
-    with HostGraph(model, caches[1], reserve=64) as graph:
+    with graph_of(model, caches[1], reserve=64) as graph:
         graphed = run(caches[1])
     assert graph.captures
     for a, b in zip(caches[0].stores, caches[1].stores):
@@ -175,7 +201,7 @@ def test_a_byte_limit_holds():
 def test_damaged_rows_are_reported():
     model = build("Llama")
     cache = LaminaCache(model, profile_of("Llama"), window=WINDOW)
-    with pytest.raises(NonFiniteError, match="layer 1"), HostGraph(model, cache):
+    with pytest.raises(NonFiniteError, match="layer 1"), graph_of(model, cache):
         read(model, cache, tokens(1, 70))
         model.model.layers[1].self_attn.v_proj.weight.data[3, 3] = float("nan")
         steps(model, cache, tokens(1, 1), 2)
@@ -184,9 +210,9 @@ def test_damaged_rows_are_reported():
 def test_a_mask_that_hides_a_new_token_is_an_error():
     model = build("Llama")
     cache = LaminaCache(model, profile_of("Llama"), window=WINDOW)
-    mask = torch.ones(2, 71, dtype=torch.long)
+    mask = torch.ones(2, 71, dtype=torch.long, device=PLACE[0])
     mask[1, -1] = 0
-    with pytest.raises(CacheStateError, match="hides a new token"), HostGraph(model, cache):
+    with pytest.raises(CacheStateError, match="hides a new token"), graph_of(model, cache):
         read(model, cache, tokens(2, 70))
         read(model, cache, tokens(2, 1), attention_mask=mask)
 
@@ -194,7 +220,7 @@ def test_a_mask_that_hides_a_new_token_is_an_error():
 def test_calls_that_are_no_steps_run_without_the_graph(caplog):
     model, ids = build("Llama"), tokens(2, 90)
     cache, other = (LaminaCache(model, profile_of("Llama"), window=WINDOW) for _ in (0, 1))
-    with HostGraph(model, cache) as graph:
+    with graph_of(model, cache) as graph:
         read(model, cache, ids)
         expected = logits_of(model, ids)
         torch.testing.assert_close(read(model, other, ids), expected[:, -1], rtol=0, atol=1e-4)
@@ -209,12 +235,13 @@ def test_calls_that_are_no_steps_run_without_the_graph(caplog):
 def test_what_cannot_be_captured_is_refused():
     model = build("Llama")
     cache = LaminaCache(model, profile_of("Llama"), window=WINDOW)
-    with pytest.raises(ConfigError, match="NVIDIA GPU"):
-        DecodeGraph(model, cache)
+    if PLACE[0] == "cpu":
+        with pytest.raises(ConfigError, match="NVIDIA GPU"):
+            DecodeGraph(model, cache)
     with pytest.raises(ConfigError, match="reserve"):
-        HostGraph(model, cache, reserve=3)
+        graph_of(model, cache, reserve=3)
     ring = LaminaCache(model, profile_of("Llama"), controller=ControllerConfig(canary="ring"))
     with pytest.raises(ConfigError, match="ring"):
-        HostGraph(model, ring)
-    with HostGraph(model, cache), pytest.raises(CacheStateError, match="another DecodeGraph"), HostGraph(model, cache):
+        graph_of(model, ring)
+    with graph_of(model, cache), pytest.raises(CacheStateError, match="another DecodeGraph"), graph_of(model, cache):
         pass
