@@ -151,6 +151,8 @@ struct Packed {
     uint4 v[OT][32];                     // codes of a lane's channel: words of four tokens
     u32 raw_k[4][64 * KS];
     u32 raw_v[4][64 * (KS | 4)];
+    u16 raw_scales[2][64], raw_mids[2][64];
+    float centers[WARPS][8][16];         // of eight pages, times rows
     float step_k[64], base_k[64], noise[64], step_v[64], base_v[64];  // of tokens in the order of the products
     float unit, down;                    // V's steps are relative to this; what earlier output counts for
 };
@@ -240,7 +242,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, D > 192 ? 1 : D > 128 ? 2 
 
     // Queries: channels 4 s + 0..3 of plane c; in units of 2^-15 of a row's largest.
     float up[2], total[2], energy[2];
-    int position[2];
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float4* q = (const float4*)(P.q + at_of(i) * D + c * (D / 4));
@@ -267,7 +268,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, D > 192 ? 1 : D > 128 ? 2 
         up[i] = top * 512.f;  // what products with codes are multiples of; the following are in these units
         total[i] = sum_quad(sum) * (1.f / 16777216.f);
         energy[i] = sum_quad(square) * (LN2 / 2) / up[i];
-        position[i] = chunk + min(row0 + 8 * i, n_rows - 1) / G;
     }
 
     const Entry* entries = P.entries + (i64)b * P.width;
@@ -277,30 +277,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, D > 192 ? 1 : D > 128 ? 2 
         while (j < last && entries[j].slot >= 0 && in_window(entries[j].start, newest, P.sink, P.recent)) j++;
         return j;
     };
-    u32 scales = 0, mids = 0;  // of two tokens: the first warp has K's, the second V's
     const auto send = [&](int j) {
         if (j >= last) return;
         const Entry& e = entries[j];
         const u8* record = P.records + (i64)e.id * RECORD_BYTES;
         const int nk = e.planes & 15, nv = e.planes >> 4 & 15;
+        if (warp == 0)
+            copy_16(shared_address(S.raw_scales) + 16 * lane, record + (lane < 16 ? SCALE_AT : MID_AT) + ((lane >> 3 & 1) * HKV + h) * 128 + (lane & 7) * 16);
         for (int z = 0; z < nk; z++) {
             const u8* from = (z ? P.slabs + (i64)e.finer[z - 1] * SLAB_BYTES : record) + h * 16 * D;
+            #pragma unroll 1
             for (int u = threadIdx.x; u < D; u += THREADS) copy_16(shared_address(S.raw_k[z] + 4 * u), from + 16 * u);
         }
         for (int z = 0; z < nv; z++) {
             const u8* from = (z ? P.slabs + (i64)e.finer[2 + z] * SLAB_BYTES : record + SLAB_BYTES) + h * 16 * D;
+            #pragma unroll 1
             for (int u = threadIdx.x; u < D; u += THREADS)
                 copy_16(shared_address(S.raw_v[z] + (D % 64 ? 4 * u : v_row(4 * u / KS) + 4 * u % KS)), from + 16 * u);
-        }
-        if (warp < 2) {
-            scales = *(const u32*)(record + SCALE_AT + 2 * ((warp * HKV + h) * 64 + 2 * lane));
-            mids = *(const u32*)(record + MID_AT + 2 * ((warp * HKV + h) * 64 + 2 * lane));
         }
     };
 
     Rows R;
-    float offset[2] = {0.f, 0.f}, centers[4] = {}, unit = 1e-30f;
+    float offset[2] = {0.f, 0.f};
     int centered = -1;
+    if (threadIdx.x == 0) S.unit = 1e-30f;
     int j = next((int)((i64)n_entries * split / P.splits));
     send(j);
     while (j < last) {
@@ -311,27 +311,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, D > 192 ? 1 : D > 128 ? 2 
         __syncthreads();
         if (nk == 1) unpack_k<1>(S); else if (nk == 2) unpack_k<2>(S); else unpack_k<4>(S);
         if (nv == 1) unpack_v<1>(S); else if (nv == 2) unpack_v<2>(S); else unpack_v<4>(S);
-        if (warp < 2) {
+        if (warp < 2) {  // numbers of two tokens a lane: the first warp K's, the second V's
             const int planes = warp ? nv : nk, read = planes == 1 ? 2 : 2 * planes, bits = e.planes >> (8 + 4 * warp) & 15;
+            const float half = 0.5f * (float)((1 << read) - 1);
+            const float unit = S.unit;
             float gain = 1.f, step[2], most = unit;
             if (read != bits) gain = scale16(*(const u16*)(record + GAIN_AT + 2 * ((warp * HKV + h) * 2 + index_of(read)))) * (float)(1 << (bits - read));
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                step[i] = 2 * lane + i < e.rows ? gain * scale16(i ? scales >> 16 : scales & 0xffffu) : 0.f;
+                step[i] = 2 * lane + i < e.rows ? gain * scale16(S.raw_scales[warp][2 * lane + i]) : 0.f;
                 most = fmaxf(most, step[i]);
             }
             if (warp == 1) {
+                #pragma unroll
                 for (int z = 1; z < 32; z *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, z));
-                if (lane == 0) { S.unit = most; S.down = unit / most; }
-                unit = most;
+                if (lane == 0) { S.unit = most; S.down = most == unit ? 1.f : __fdividef(unit, most); }
             }
-            const float kappa = P.kappa[h * 9 + 3 * index_of(bits) + index_of(read)];
+            const float by = warp ? __fdividef(32768.f, most) : P.kappa[h * 9 + 3 * index_of(bits) + index_of(read)];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int at = place_of(2 * lane + i);
-                const float half = 0.5f * (float)((1 << read) - 1), base = 2 * lane + i < e.rows ? fmaf(-half, step[i], bf16(i ? mids >> 16 : mids & 0xffffu)) : 0.f;
-                if (warp) { S.step_v[at] = step[i] / unit * 32768.f; S.base_v[at] = base; }
-                else { S.step_k[at] = step[i]; S.base_k[at] = base; S.noise[at] = kappa * step[i] * step[i]; }
+                const float base = 2 * lane + i < e.rows ? fmaf(-half, step[i], bf16(S.raw_mids[warp][2 * lane + i])) : 0.f;
+                if (warp) { S.step_v[at] = step[i] * by; S.base_v[at] = base; }
+                else { S.step_k[at] = step[i]; S.base_k[at] = base; S.noise[at] = by * step[i] * step[i]; }
             }
         }
         __syncthreads();
@@ -344,24 +346,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, D > 192 ? 1 : D > 128 ? 2 
             if (centered != j / 8) {
                 centered = j / 8;
                 const u8* from = P.records + (i64)entries[min(j / 8 * 8 + r, n_entries - 1)].id * RECORD_BYTES + CENTER_AT + h * D + c * (D / 4);
-                #pragma unroll
-                for (int x = 0; x < 4; x++) centers[x] = 0.f;
+                float found[4] = {};
                 #pragma unroll 2
                 for (int s = 0; s < KS; s++) {
                     const u32 w = *(const u32*)(from + 4 * s) ^ 0x80808080u;
                     #pragma unroll
                     for (int z = 0; z < PARTS; z++) {
                         const uint4 q = S.q[z][warp][s][lane];
-                        mma_f16(centers, q.x, q.y, q.z, q.w, low_codes(w), high_codes(w));
+                        mma_f16(found, q.x, q.y, q.z, q.w, low_codes(w), high_codes(w));
                     }
                 }
+                #pragma unroll
+                for (int x = 0; x < 4; x++) S.centers[warp][2 * c + (x & 1)][r + 8 * (x >> 1)] = found[x];
+                __syncwarp();
             }
             const float scale = scale16(*(const u16*)(record + CENTER_SCALE_AT + 2 * h));
             #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float x = __shfl_sync(~0u, j & 1 ? centers[2 * i + 1] : centers[2 * i], (lane & ~3) | (j & 7) >> 1);
-                center[i] = scale * fmaf(-128.f, total[i], x);
-            }
+            for (int i = 0; i < 2; i++) center[i] = scale * fmaf(-128.f, total[i], S.centers[warp][j & 7][r + 8 * i]);
         }
 
         float s[8][4] = {};
@@ -396,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D > 192 ? 1 : D > 128 ? 2 
         if (e.rows < 64 || windowed) {
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int seen = windowed && in_window(e.start, position[i], P.sink, P.recent) ? 0 : e.rows;
+                const int seen = windowed && in_window(e.start, chunk + min(row0 + 8 * i, n_rows - 1) / G, P.sink, P.recent) ? 0 : e.rows;
                 #pragma unroll
                 for (int n = 0; n < 8; n++)
                     #pragma unroll

@@ -70,7 +70,7 @@ class Geometry:
         words = self.head_dim // 16
         queries = (1 if self.kind == 1 else 2) * 2048 * words
         codes = 4096 * -(-words // 4) + 64 * self.head_dim
-        return queries + codes + 1024 * (words + (words | 4)) + 5 * 256 + 16
+        return queries + codes + 1024 * (words + (words | 4)) + 512 + 512 * WARPS + 5 * 256 + 16
 
     @property
     def exact_bytes(self) -> int:
@@ -89,7 +89,8 @@ def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
     if dim % 16 or dim > MOST_DIM:
         return f"the head dimension is {dim}; the kernels take multiples of 16 up to {MOST_DIM}"
     geometry = Geometry(dim, 1, 1, True, False, KINDS[view.exact.dtype])
-    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    # Left out by older versions of torch; what any such GPU has.
+    most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024)
     if max(geometry.packed_bytes, geometry.exact_bytes) > most:
         return f"the GPU has {most} bytes of shared memory a block, too few for a head dimension of {dim}"
     return None
@@ -117,7 +118,7 @@ def attend_prefill(
     view : StoreView
         Pages, the T tokens included; table, page ids and lengths are copied to the GPU unless they are there.
     basis : ReadBasis
-        How packed rows are read; sink logits are left to :meth:`AttentionOutput.with_sinks`, the spread is not measured.
+        How packed rows are read; sink logits are left to :meth:`AttentionOutput.with_sinks`; there is no spread.
     chunk : (Tensor, Tensor)
         Rows ``[B, H, T, D]`` of these T tokens.
     splits : int, optional
