@@ -51,13 +51,16 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
         from lamina.attention.cpu import attend_cpu
 
         return attend_cpu(q_bhtd, view, basis).with_sinks(basis.sinks)
-    if few and device == "cuda":
-        from lamina.attention.cuda.decode import attend_cuda, why_not
+    if device == "cuda":
+        from lamina.attention.cuda import decode, prefill
 
-        reason = why_not(q_bhtd, view)
+        if few and decode.why_not(q_bhtd, view) is None:
+            return decode.attend_cuda(q_bhtd, view, basis).with_sinks(basis.sinks)
+        reason = prefill.why_not(q_bhtd, view) if basis.rows is None else "errors are to be measured"
         if reason is None:
-            return attend_cuda(q_bhtd, view, basis).with_sinks(basis.sinks)
-        announce_once(f"attention: decoding runs in plain torch, in float32: {reason}")
+            return prefill.attend_prefill(q_bhtd, view, basis, chunk).with_sinks(basis.sinks)
+        what = "decoding" if few else "prefill"
+        announce_once(f"attention: {what} runs in plain torch, in float32: {reason}")
     elif few:
         announce_once(
             f"attention: decoding on {device} in {view.exact.dtype} runs in plain torch, in float32: there is no kernel"
