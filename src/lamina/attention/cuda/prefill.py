@@ -225,10 +225,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Ten
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge values ``[B, Hq, n, D]`` by their log-sum-exp ``[B, Hq, n]``, -inf where there is nothing."""
+    """Merge values ``[B, Hq, n, D]``, in place of the first, by log-sum-exps ``[B, Hq, n]``, -inf without any."""
     lse = torch.stack([x for _, x in parts]).logsumexp(0)
     base = lse.clamp(min=torch.finfo(torch.float32).min)
-    values = parts[0][0] * (parts[0][1] - base).exp()[..., None]
+    values = parts[0][0].mul_((parts[0][1] - base).exp()[..., None])
     for more, of in parts[1:]:
-        values.addcmul_(more.float(), (of - base).exp()[..., None])
+        values.addcmul_(more, (of - base).exp()[..., None])
     return values, lse
