@@ -76,7 +76,7 @@ def test_a_cache_on_the_gpu_decodes_with_the_kernels(caplog: pytest.LogCaptureFi
     logits = []
     for device in ("cpu", "cuda"):
         model.to(device)
-        cache = LaminaCache(model, profile_of("Llama"), tiers=(4, 2), window=WindowConfig(64, 64, 64))
+        cache = LaminaCache(model, profile_of("Llama"), tiers=(8, 8), window=WindowConfig(64, 64, 64))
         steps = [logits_of(model, ids[:, :400].to(device), **cache_kwarg(model, cache))[:, -1:]]
         steps += [logits_of(model, ids[:, t : t + 1].to(device), **cache_kwarg(model, cache)) for t in range(400, 420)]
         logits.append(torch.cat(steps, 1).cpu())

@@ -110,6 +110,13 @@ inline u32 __vmaxu2(u32 x, u32 y) {
 inline float __fdividef(float x, float y) { return fabsf(y) > 0x1p126f && !isinf(x) ? 0.f : x / y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __saturatef(float x) { return x > 0.f ? (x < 1.f ? x : 1.f) : 0.f; }
+// Exact where the sum has no bits below those of a double.
+inline float __fmaf_rd(float x, float y, float z) {
+    const double exact = (double)x * y + z;
+    const float near = (float)exact;
+    return near > exact ? std::nextafter(near, -INFINITY) : near;
+}
 inline float __fadd_rd(float x, float y) {
     const double sum = (double)x + y;  // exact but for the smallest of bits
     const float near = (float)sum;

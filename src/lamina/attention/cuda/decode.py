@@ -22,7 +22,7 @@ PAGES_AHEAD = 32
 COLUMNS_PER_TILE = 4
 MOST_TILES = 4
 MOST_DIM = 256
-EXACT_COST = 4
+EXACT_COST = 12
 """Packed pages that take as long as an exact one, about."""
 MOST_WAVES = 4
 """Times that the grid may fill the GPU, which evens out sequences of different lengths."""

@@ -1,18 +1,22 @@
 // Whole pages of engine rows -> packed basis -> codes, scales, midpoints, gains and centers, as lamina/codec/page.py
 // says (Lamina SPEC 4), written straight into records and slabs.
 //
-// Compiled for one geometry: D, HKV, CENTERED, KIND (see pages.cu) and RULE (0 minmax, 1 clip, 2 unbiased). One block a
-// page, side and KV head at a time; a warp has 16 rows, a quad of lanes two of them, a lane D/4 channels of each. Which
-// channels is chosen such that a lane has whole bytes of every slab: channel p D/4 + c D/16 + j, p < 4, j < D/16.
+// Compiled for one geometry: D, HKV, CENTERED, KIND (see pages.cu) and RULE (0 minmax, 1 clip, 2 unbiased). A block has
+// one side and KV head and goes through pages, GROUPS of them at a time; four warps have a page, a warp 16 rows of it, a
+// quad of lanes two of them, a lane D/4 channels of each. Which channels is chosen such that a lane has whole bytes of
+// every slab: channel p D/4 + c D/16 + j, p < 4, j < D/16.
 //
 // Rows are multiplied as bfloat16 with the matrix split in two, which keeps 16 bits of it (rows of other dtypes are split
 // as well), and stay in registers from then on. Bound by arithmetic: four passes over the codes at 2 and 4 bits.
 
+#define GROUPS 2
 #define WARPS 4
 #define BYTES (D / 16)
 #define VALUES (D / 4)
+#define STAGED (D <= 128)  // the matrix is in shared memory
 #define GAUSSIAN_STEP 0.9957f
-#define BLOCKS (D > 160 ? 2 : D > 96 ? 3 : 4)
+#define BLOCKS (D > 128 ? 1 : 2)
+#define SUMS 9
 
 // A page to encode: int64 words.
 struct Job {
@@ -49,6 +53,7 @@ DEVICE u32 to_scale16(float x) {
     return min(bits + 0x3fffu + (bits >> 15 & 1u), 0x7f7fffffu) >> 15;
 }
 DEVICE float round_scale16(float x) { return scale16(to_scale16(x)); }
+DEVICE float round_bf16(float x) { return bf16(to_bf16(x)); }
 
 // Four numbers of a row as operands: their high parts, and what is left of them where they are not bfloat16.
 DEVICE void row_operands(const u8* row, int at, u32 (&high)[2], u32 (&low)[2]) {
@@ -72,96 +77,116 @@ DEVICE void row_operands(const u8* row, int at, u32 (&high)[2], u32 (&low)[2]) {
 #endif
 }
 
-// A lane's numbers of its two rows, and how their codes come from them: floor(x scale + shift), within [0, most].
+// A lane's numbers of its two rows, and how codes come from them: by a line whose ends are 0 and 1, at which it is cut.
+template <int BITS>
 struct Rows {
-    float y[VALUES / 2][4];
-    float scale[2], shift[2], most;
+    static constexpr float HALF = 0.5f * ((1 << BITS) - 1);
+    float (&y)[VALUES / 2][4];
+    float scale[2], shift[2];
 
+    DEVICE Rows(float (&y)[VALUES / 2][4]) : y(y) {}
     DEVICE float& at(int i, int s) { return y[s / 2][2 * i + (s & 1)]; }
+    // The code is in the low bits, behind 2^23.
     DEVICE float code(int i, int s) {
-        const float x = fminf(fmaxf(fmaf(at(i, s), scale[i], shift[i]), 0.f), most + 0.5f);
-        return __fadd_rd(x, 8388608.f);  // the integer is in the low bits
+        return __fmaf_rd(__saturatef(fmaf(at(i, s), scale[i], shift[i])), (1 << BITS) * 0.99999994f, 8388608.f);
     }
+    // Codes are floor(y / step + offset + 1/2).
     DEVICE void take_grid(int i, float step, float offset) {
-        scale[i] = step > 0.f ? 1.f / step : 0.f;
-        shift[i] = offset + 0.5f;
+        scale[i] = (step > 0.f ? 1.f / step : 0.f) * (1.f / (1 << BITS));
+        shift[i] = fmaf(offset + 0.5f, 1.f / (1 << BITS), 2.5e-7f);
+    }
+    // Over a row's codes c: their mean, the sum of y c, and that of c (c - mean).
+    DEVICE void fit(float (&offset)[2], float (&dot)[2], float (&norm)[2]) {
+        float sum[2] = {}, product[2] = {}, square[2] = {};
+        #pragma unroll
+        for (int s = 0; s < VALUES; s++)
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float c = code(i, s) - 8388608.f;
+                sum[i] += c;
+                product[i] = fmaf(at(i, s), c, product[i]);
+                square[i] = fmaf(c, c, square[i]);
+            }
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            offset[i] = sum_quad(sum[i]) / D;
+            dot[i] = sum_quad(product[i]);
+            norm[i] = fmaf(-D * offset[i], offset[i], sum_quad(square[i]));
+        }
+    }
+    // The k-th smallest of a row's magnitudes: their bits are ordered as they are.
+    DEVICE float order_statistic(int i, int k) {
+        u32 found = 0;
+        for (int bit = 30; bit >= 0; bit--) {
+            const u32 next = found | 1u << bit;
+            float below = 0.f;
+            #pragma unroll
+            for (int s = 0; s < VALUES; s++) below += (__float_as_uint(at(i, s)) & 0x7fffffffu) < next ? 1.f : 0.f;
+            if (sum_quad(below) <= (float)k) found = next;
+        }
+        return as_float(found);
+    }
+    DEVICE void minmax(float (&step)[2], float (&mid)[2]) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float low = at(i, 0), high = low;
+            #pragma unroll
+            for (int s = 1; s < VALUES; s++) {
+                low = fminf(low, at(i, s));
+                high = fmaxf(high, at(i, s));
+            }
+            low = -max_quad(-low);
+            high = max_quad(high);
+            step[i] = round_scale16((high - low) / (2.f * HALF));
+            mid[i] = round_bf16(low + (high - low) / 2.f);
+        }
+    }
+    // Chooses the grids. Numbers are less ``base`` afterwards, and decode as mid + step (code - half).
+    DEVICE void quantise(int clip, float (&base)[2], float (&mean)[2], float (&step)[2], float (&mid)[2]) {
+        constexpr bool UNBIASED = RULE == 2 && BITS < 8;
+        if (RULE == 1 && BITS == 2) {
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float limit = order_statistic(i, clip);
+                #pragma unroll
+                for (int s = 0; s < VALUES; s++) at(i, s) = fminf(fmaxf(at(i, s), -limit), limit);
+            }
+        }
+        if (!UNBIASED || BITS != 2) minmax(step, mid);
+        float energy[2] = {};
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int s = 0; s < VALUES; s++) sum += at(i, s);
+            mean[i] = sum_quad(sum) / D;
+            base[i] = UNBIASED ? mean[i] : mid[i];
+            #pragma unroll
+            for (int s = 0; s < VALUES; s++) {
+                at(i, s) -= base[i];
+                energy[i] = fmaf(at(i, s), at(i, s), energy[i]);
+            }
+            energy[i] = sum_quad(energy[i]);
+            take_grid(i, UNBIASED && BITS == 2 ? GAUSSIAN_STEP * sqrtf(energy[i] / D) : step[i], HALF);
+            if (UNBIASED && BITS == 4) shift[i] = fmaf(mean[i] - mid[i], scale[i], shift[i]);
+        }
+        if (!UNBIASED) return;
+        float offset[2], dot[2], norm[2];
+        #pragma unroll 1
+        for (int round = 0; round < 2; round++) {
+            fit(offset, dot, norm);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) take_grid(i, ratio(dot[i], norm[i]), offset[i]);
+        }
+        fit(offset, dot, norm);
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float fitted = ratio(dot[i], norm[i]);
+            step[i] = round_scale16(fminf(fmaxf(ratio(energy[i], dot[i]), fitted / 2.f), fitted * 2.f));
+            mid[i] = round_bf16(fmaf(step[i], HALF - offset[i], mean[i]));
+        }
     }
 };
-
-// Sums over a row's codes c: of c, of x c, of c c.
-DEVICE void fit(Rows& x, int i, float& offset, float& dot, float& norm) {
-    float sum = 0.f, product = 0.f, square = 0.f;
-    #pragma unroll
-    for (int s = 0; s < VALUES; s++) {
-        const float c = x.code(i, s) - 8388608.f;
-        sum += c;
-        product = fmaf(x.at(i, s), c, product);
-        square = fmaf(c, c, square);
-    }
-    offset = sum_quad(sum) / D;
-    dot = sum_quad(product);
-    norm = fmaf(-D * offset, offset, sum_quad(square));
-}
-
-// The k-th smallest of a row's magnitudes: their bits are ordered as they are.
-DEVICE float order_statistic(Rows& x, int i, int k) {
-    u32 found = 0;
-    for (int bit = 30; bit >= 0; bit--) {
-        const u32 next = found | 1u << bit;
-        float below = 0.f;
-        #pragma unroll
-        for (int s = 0; s < VALUES; s++) below += (__float_as_uint(x.at(i, s)) & 0x7fffffffu) < next ? 1.f : 0.f;
-        if (sum_quad(below) <= (float)k) found = next;
-    }
-    return as_float(found);
-}
-
-// Chooses the grid of a row. Its numbers are less ``base`` afterwards, and decode as mid + step (code - half).
-DEVICE void quantise(Rows& x, int i, int bits, int clip, float& base, float& mean, float& step, float& mid) {
-    const float half = 0.5f * (float)((1 << bits) - 1);
-    if (RULE == 1 && bits == 2) {
-        const float limit = order_statistic(x, i, clip);
-        #pragma unroll
-        for (int s = 0; s < VALUES; s++) x.at(i, s) = fminf(fmaxf(x.at(i, s), -limit), limit);
-    }
-    float sum = 0.f, low = 3e38f, high = -3e38f;
-    #pragma unroll
-    for (int s = 0; s < VALUES; s++) {
-        sum += x.at(i, s);
-        low = fminf(low, x.at(i, s));
-        high = fmaxf(high, x.at(i, s));
-    }
-    mean = sum_quad(sum) / D;
-    low = -max_quad(-low);
-    high = max_quad(high);
-    step = round_scale16((high - low) / (2.f * half));
-    mid = bf16(to_bf16(low + (high - low) / 2.f));
-    const bool unbiased = RULE == 2 && bits < 8;
-    base = unbiased ? mean : mid;
-    float energy = 0.f;
-    #pragma unroll
-    for (int s = 0; s < VALUES; s++) {
-        x.at(i, s) -= base;
-        energy = fmaf(x.at(i, s), x.at(i, s), energy);
-    }
-    if (!unbiased) { x.take_grid(i, step, half); return; }
-    energy = sum_quad(energy);
-    if (bits == 2) x.take_grid(i, GAUSSIAN_STEP * sqrtf(energy / D), half);
-    else {
-        x.take_grid(i, step, half);
-        x.shift[i] = fmaf(mean - mid, x.scale[i], x.shift[i]);
-    }
-    float offset, dot, norm;
-    #pragma unroll 1
-    for (int round = 0; round < 2; round++) {
-        fit(x, i, offset, dot, norm);
-        x.take_grid(i, ratio(dot, norm), offset);
-    }
-    fit(x, i, offset, dot, norm);
-    const float fitted = ratio(dot, norm);
-    step = round_scale16(fminf(fmaxf(ratio(energy, dot), fitted / 2.f), fitted * 2.f));
-    mid = bf16(to_bf16(fmaf(step, half - offset, mean)));
-}
 
 // A lane's bytes of a row of a slab.
 struct Bytes {
@@ -181,19 +206,22 @@ struct Bytes {
     }
 };
 
-// Writes a row's codes; ``from`` tells where its lane's bytes of the base and of the finer slabs go.
+// Writes a row's codes; ``to``: where the lane's bytes of the base and of the finer slabs go.
 template <int BITS>
-DEVICE void pack(Rows& x, int i, u8* const (&to)[4]) {
+DEVICE void pack(Rows<BITS>& x, int i, u8* const (&to)[4]) {
     Bytes slabs[4];
     #pragma unroll
     for (int j = 0; j < BYTES; j++) {
         u32 q[4];
         #pragma unroll
-        for (int p = 0; p < 4; p++) q[p] = __float_as_uint(x.code(i, p * BYTES + j)) & 255u;
-        #pragma unroll
-        for (int z = 0; z < (BITS == 2 ? 1 : 2); z++) {
-            const int down = BITS - 2 - 2 * z;
-            slabs[z].put(j, (q[0] >> down & 3u) | (q[1] >> down & 3u) << 2 | (q[2] >> down & 3u) << 4 | (q[3] >> down & 3u) << 6);
+        for (int p = 0; p < 4; p++) q[p] = __float_as_uint(x.code(i, p * BYTES + j)) & ((1 << BITS) - 1);
+        if (BITS == 2) slabs[0].put(j, q[0] | q[1] << 2 | q[2] << 4 | q[3] << 6);
+        else {
+            #pragma unroll
+            for (int z = 0; z < 2; z++) {
+                const int down = BITS - 2 - 2 * z;
+                slabs[z].put(j, (q[0] >> down & 3u) | (q[1] >> down & 3u) << 2 | (q[2] >> down & 3u) << 4 | (q[3] >> down & 3u) << 6);
+            }
         }
         if (BITS == 8) {
             slabs[2].put(j, (q[0] & 15u) | (q[2] & 15u) << 4);
@@ -204,24 +232,23 @@ DEVICE void pack(Rows& x, int i, u8* const (&to)[4]) {
     for (int z = 0; z < (BITS == 8 ? 4 : BITS / 2); z++) slabs[z].store(to[z]);
 }
 
-// Sums over a lane's rows from which gains and errors of reading fewer bits follow.
-#define SUMS 9  // of y y, of errors; by bits read (2, 4): of y step top, of u step t, of step step t t; of u u
-DEVICE void add_truncations(Rows& x, int i, int bits, float base, float mean, float step, float mid, float (&sums)[SUMS]) {
-    const float half = 0.5f * (float)((1 << bits) - 1), to_y = base - mean, to_u = base - mid;
+// Adds up what gains and errors of reading fewer bits follow from: y y, errors; by bits read (2, 4): y step top,
+// u step t, step step t t; u u. Here top is a code's upper bits, t that from the middle of their range.
+template <int BITS>
+DEVICE void add_truncations(Rows<BITS>& x, int i, float to_y, float to_u, float step, float (&sums)[SUMS]) {
     float part[SUMS] = {};
     #pragma unroll
     for (int s = 0; s < VALUES; s++) {
-        const float y = x.at(i, s) + to_y, u = x.at(i, s) + to_u, c = x.code(i, s) - 8388608.f;
-        const float left = fmaf(-step, c - half, u);
+        const float y = x.at(i, s) + to_y, u = x.at(i, s) + to_u, code = x.code(i, s);
+        const float left = fmaf(-step, code - (8388608.f + (x.HALF - 0.5f)) - 0.5f, u);
         part[0] = fmaf(y, y, part[0]);
         part[1] = fmaf(left, left, part[1]);
         part[8] = fmaf(u, u, part[8]);
         #pragma unroll
-        for (int z = 0; z < 2; z++) {
+        for (int z = 0; z < (BITS == 8 ? 2 : 1); z++) {
             const int read = 2 + 2 * z;
-            if (read >= bits) continue;
-            const u32 whole = __float_as_uint(x.code(i, s)) & 255u;
-            const float top = __uint_as_float((whole >> (bits - read)) | 0x4b000000u) - 8388608.f, t = top - 0.5f * (float)((1 << read) - 1);
+            const u32 whole = __float_as_uint(code) & ((1 << BITS) - 1);
+            const float top = __uint_as_float(whole >> (BITS - read) | 0x4b000000u) - 8388608.f, t = top - 0.5f * (float)((1 << read) - 1);
             part[2 + 3 * z] = fmaf(y, top, part[2 + 3 * z]);
             part[3 + 3 * z] = fmaf(u, t, part[3 + 3 * z]);
             part[4 + 3 * z] = fmaf(t, t, part[4 + 3 * z]);
@@ -231,34 +258,100 @@ DEVICE void add_truncations(Rows& x, int i, int bits, float base, float mean, fl
     sums[1] += part[1];
     sums[8] += part[8];
     #pragma unroll
-    for (int z = 0; z < 2; z++) {
-        const float one = step * (float)(1 << max(bits - 2 - 2 * z, 0));
+    for (int z = 0; z < (BITS == 8 ? 2 : 1); z++) {
+        const float one = step * (float)(1 << (BITS - 2 - 2 * z));
         sums[2 + 3 * z] = fmaf(one, part[2 + 3 * z], sums[2 + 3 * z]);
         sums[3 + 3 * z] = fmaf(one, part[3 + 3 * z], sums[3 + 3 * z]);
         sums[4 + 3 * z] = fmaf(one * one, part[4 + 3 * z], sums[4 + 3 * z]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_encode(
+struct Smem {
+    float columns[GROUPS][WARPS][D], center[GROUPS][D], tops[GROUPS][WARPS], totals[GROUPS][WARPS][SUMS];
+};
+
+// Sums of a lane's numbers over the rows of its warp: a lane halves what it is in charge of twice.
+DEVICE void add_columns(float (&y)[VALUES / 2][4], float* to, int r, int c) {
+    float v[VALUES];
+    #pragma unroll
+    for (int s = 0; s < VALUES; s++) v[s] = y[s / 2][s & 1] + y[s / 2][2 + (s & 1)];
+    #pragma unroll
+    for (int s = 0; s < VALUES / 2; s++) {
+        const float mine = r & 1 ? v[s + VALUES / 2] : v[s], other = r & 1 ? v[s] : v[s + VALUES / 2];
+        v[s] = mine + __shfl_xor_sync(~0u, other, 4);
+    }
+    #pragma unroll
+    for (int s = 0; s < VALUES / 4; s++) {
+        const float mine = r & 2 ? v[s + VALUES / 4] : v[s], other = r & 2 ? v[s] : v[s + VALUES / 4];
+        v[s] = mine + __shfl_xor_sync(~0u, other, 8);
+        v[s] += __shfl_xor_sync(~0u, v[s], 16);
+        if (r < 4) to[c * VALUES + (r & 1) * (VALUES / 2) + (r >> 1 & 1) * (VALUES / 4) + s] = v[s];
+    }
+}
+
+// Quantises a warp's rows and writes them.
+template <int BITS>
+DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, const Layer& layer, int side, int h, int warp, int r, int c, int clip, float* totals) {
+    Rows<BITS> x(y);
+    float base[2], mean[2], step[2], mid[2], sums[SUMS] = {};
+    x.quantise(clip, base, mean, step, mid);
+    u8* record = layer.records + job.page * RECORD_BYTES;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = 16 * warp + r + 8 * i, at = h * 16 * D + row * (D / 4) + c * BYTES;
+        u8* to[4] = {record + side * SLAB_BYTES + at};
+        if (BITS > 2) to[1] = layer.slabs + job.slots[side] * SLAB_BYTES + at;
+        if (BITS > 4) {
+            to[2] = layer.slabs + job.slots[2 + 2 * side] * SLAB_BYTES + at;
+            to[3] = layer.slabs + job.slots[3 + 2 * side] * SLAB_BYTES + at;
+        }
+        pack<BITS>(x, i, to);
+        const int number = 2 * ((side * HKV + h) * 64 + row);
+        if (c == 0) *(u16*)(record + SCALE_AT + number) = (u16)to_scale16(step[i]);
+        if (c == 1) *(u16*)(record + MID_AT + number) = to_bf16(mid[i]);
+        if constexpr (BITS > 2) add_truncations<BITS>(x, i, base[i] - mean[i], base[i] - mid[i], step[i], sums);
+    }
+    if (BITS > 2) {
+        #pragma unroll
+        for (int z = 0; z < SUMS; z++) {
+            sums[z] = sum_rows(sum_quad(sums[z]));
+            if (r == 0 && c == 0) totals[z] = sums[z];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina_encode(
     const Job* jobs, int n_jobs, const Layer* layers, int clip_k, int clip_v, float* truncation
 ) {
-    const int h = blockIdx.y, side = blockIdx.z, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, c = lane & 3;
-    __shared__ float columns[WARPS][4][VALUES], totals[WARPS][SUMS];
-    constexpr int SIZE = KIND == 0 ? 4 : 2;
+    const int h = blockIdx.y, side = blockIdx.z, group = threadIdx.x / (32 * WARPS), thread = threadIdx.x % (32 * WARPS);
+    const int warp = thread >> 5, lane = thread & 31, r = lane >> 2, c = lane & 3;
+    DYNAMIC_SHARED(uint4, shared);
+    Smem& S = *(Smem*)shared;
+    uint4* staged = shared + (sizeof(Smem) + 15) / 16;
+    constexpr int SIZE = KIND == 0 ? 4 : 2, OPERANDS = (D / 16) * (D / 8) * 32;
     const int first = (int)((i64)n_jobs * blockIdx.x / gridDim.x), last = (int)((i64)n_jobs * (blockIdx.x + 1) / gridDim.x);
-    for (int j = first; j < last; j++) {
+    i64 there = -1;
+    for (int j0 = first; j0 < last; j0 += GROUPS) {
+        const bool active = j0 + group < last;
+        const int j = active ? j0 + group : last - 1;
         const Job& job = jobs[j];
         const Layer& layer = layers[job.layer];
-        const int bits = (int)job.bits[side];
-        Rows x;
+        if (STAGED && jobs[j0].layer != there) {
+            there = jobs[j0].layer;
+            __syncthreads();
+            const uint4* from = layers[there].matrix[side] + (i64)h * OPERANDS;
+            for (int i = threadIdx.x; i < OPERANDS; i += blockDim.x) staged[i] = from[i];
+            __syncthreads();
+        }
+        const uint4* matrix = (STAGED && job.layer == there ? staged : layer.matrix[side] + (i64)h * OPERANDS) + lane;
+        float y[VALUES / 2][4];
         #pragma unroll
         for (int t = 0; t < VALUES / 2; t++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) x.y[t][e] = 0.f;
+            for (int e = 0; e < 4; e++) y[t][e] = 0.f;
         {
             const u8* rows = job.rows[side] + (h * job.head[side] + (16 * warp + r) * job.row[side]) * SIZE;
             const i64 below = 8 * job.row[side] * SIZE;
-            const uint4* matrix = layer.matrix[side] + (i64)h * (D / 16) * (D / 8) * 32 + lane;
             #pragma unroll 2
             for (int k = 0; k < D / 16; k++) {
                 u32 high[2][2], low[2][2];
@@ -266,93 +359,66 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_encode(
                 row_operands(rows + below, 16 * k + 4 * c, high[1], low[1]);
                 #pragma unroll
                 for (int t = 0; t < D / 8; t++) {
-                    const uint4 m = __ldg(matrix + (k * (D / 8) + t) * 32);
-                    mma_bf16(x.y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.x, m.y);
-                    mma_bf16(x.y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.z, m.w);
-                    if (KIND != 1) mma_bf16(x.y[t], low[0][0], low[1][0], low[0][1], low[1][1], m.x, m.y);
+                    const uint4 m = matrix[(k * (D / 8) + t) * 32];
+                    mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.x, m.y);
+                    mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.z, m.w);
+                    if (KIND != 1) mma_bf16(y[t], low[0][0], low[1][0], low[0][1], low[1][1], m.x, m.y);
                 }
-            }
-        }
-        if (side == 1) {
-            #pragma unroll
-            for (int s = 0; s < VALUES; s++) {
-                const float y = layer.shift[h * D + s / BYTES * (D / 4) + c * BYTES + s % BYTES];
-                x.at(0, s) -= y;
-                x.at(1, s) -= y;
             }
         }
         u8* record = layer.records + job.page * RECORD_BYTES;
         if (CENTERED && side == 0) {
-            #pragma unroll
-            for (int s = 0; s < VALUES; s++) {
-                const float sum = sum_rows(x.at(0, s) + x.at(1, s));
-                if (r == 0) columns[warp][c][s] = sum;
-            }
+            add_columns(y, S.columns[group][warp], r, c);
             __syncthreads();
-            float top = 0.f;
+            float mean[(D + 127) / 128], top = 0.f;
+            #pragma unroll
+            for (int n = 0; n < (D + 127) / 128; n++) {
+                const int i = thread + 128 * n;
+                mean[n] = i < D ? (S.columns[group][0][i] + S.columns[group][1][i] + S.columns[group][2][i] + S.columns[group][3][i]) / 64.f : 0.f;
+                top = fmaxf(top, fabsf(mean[n]));
+            }
+            top = max_quad(top);
+            for (int z = 4; z < 32; z *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
+            if (lane == 0) S.tops[group][warp] = top;
+            __syncthreads();
+            const float* tops = S.tops[group];
+            const float scale = round_scale16(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])) / 127.f);
+            #pragma unroll
+            for (int n = 0; n < (D + 127) / 128; n++) {
+                const int i = thread + 128 * n, s = i % VALUES;
+                if (i >= D) continue;
+                const float code = fminf(fmaxf(rintf(ratio(mean[n], scale)), -127.f), 127.f);
+                S.center[group][i] = scale * code;
+                if (active) record[CENTER_AT + h * D + s / BYTES * (D / 4) + i / VALUES * BYTES + s % BYTES] = (u8)__float2int_rn(code);
+            }
+            if (active && thread == 0) *(u16*)(record + CENTER_SCALE_AT + 2 * h) = (u16)to_scale16(scale);
+            __syncthreads();
+        }
+        if (side == 1 || CENTERED) {
             #pragma unroll
             for (int s = 0; s < VALUES; s++) {
-                float sum = 0.f;
-                #pragma unroll
-                for (int w = 0; w < WARPS; w++) sum += columns[w][c][s];
-                top = fmaxf(top, fabsf(sum));
-            }
-            const float scale = round_scale16(max_quad(top) / 64.f / 127.f), inverse = scale > 0.f ? 1.f / scale : 0.f;
-            Bytes codes[4];
-            #pragma unroll
-            for (int s = 0; s < VALUES; s++) {
-                float sum = 0.f;
-                #pragma unroll
-                for (int w = 0; w < WARPS; w++) sum += columns[w][c][s];
-                const float code = fminf(fmaxf(rintf(sum / 64.f * inverse), -127.f), 127.f);
-                x.at(0, s) = fmaf(-scale, code, x.at(0, s));
-                x.at(1, s) = fmaf(-scale, code, x.at(1, s));
-                codes[s / BYTES].put(s % BYTES, (u32)__float2int_rn(code) & 255u);
-            }
-            if (warp == 0 && r == 0) {
-                #pragma unroll
-                for (int p = 0; p < 4; p++) codes[p].store(record + CENTER_AT + h * D + p * (D / 4) + c * BYTES);
-                if (c == 0) *(u16*)(record + CENTER_SCALE_AT + 2 * h) = (u16)to_scale16(scale);
+                const float less = side ? layer.shift[h * D + s / BYTES * (D / 4) + c * BYTES + s % BYTES] : S.center[group][c * VALUES + s];
+                y[s / 2][s & 1] -= less;
+                y[s / 2][2 + (s & 1)] -= less;
             }
         }
-        x.most = (float)((1 << bits) - 1);
-        float sums[SUMS] = {};
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = 16 * warp + r + 8 * i;
-            float base, mean, step, mid;
-            quantise(x, i, bits, side ? clip_v : clip_k, base, mean, step, mid);
-            const int at = h * 16 * D + row * (D / 4) + c * BYTES;
-            u8* to[4] = {record + side * SLAB_BYTES + at};
-            const i64* slots = job.slots;
-            if (bits > 2) to[1] = layer.slabs + slots[side] * SLAB_BYTES + at;
-            if (bits > 4) {
-                to[2] = layer.slabs + slots[2 + 2 * side] * SLAB_BYTES + at;
-                to[3] = layer.slabs + slots[3 + 2 * side] * SLAB_BYTES + at;
-            }
-            if (bits == 2) pack<2>(x, i, to);
-            else if (bits == 4) pack<4>(x, i, to);
-            else pack<8>(x, i, to);
-            const int number = 2 * ((side * HKV + h) * 64 + row);
-            if (c == 0) *(u16*)(record + SCALE_AT + number) = (u16)to_scale16(step);
-            if (c == 1) *(u16*)(record + MID_AT + number) = to_bf16(mid);
-            if (bits > 2) add_truncations(x, i, bits, base, mean, step, mid, sums);
-        }
-        if (bits > 2) {
-            #pragma unroll
-            for (int z = 0; z < SUMS; z++) {
-                sums[z] = sum_rows(sum_quad(sums[z]));
-                if (lane == 0) totals[warp][z] = sums[z];
-            }
+        const int bits = (int)job.bits[side], clip = side ? clip_v : clip_k;
+        if (active) {
+            if (bits == 2) finish<2>(y, job, layer, side, h, warp, r, c, clip, S.totals[group][warp]);
+            else if (bits == 4) finish<4>(y, job, layer, side, h, warp, r, c, clip, S.totals[group][warp]);
+            else finish<8>(y, job, layer, side, h, warp, r, c, clip, S.totals[group][warp]);
         }
         __syncthreads();
-        if (threadIdx.x < 2) {
-            const int z = threadIdx.x, read = 2 + 2 * z;
+        if (active && thread < 2) {
+            const int z = thread, read = 2 + 2 * z;
             float gain = 1.f, error = 0.f;
             if (read < bits) {
                 float of[SUMS];
                 #pragma unroll
-                for (int k = 0; k < SUMS; k++) of[k] = totals[0][k] + totals[1][k] + totals[2][k] + totals[3][k];
+                for (int k = 0; k < SUMS; k++) {
+                    of[k] = 0.f;
+                    for (int w = 0; w < WARPS; w++) of[k] += S.totals[group][w][k];
+                }
                 const float dot = of[2 + 3 * z];
                 gain = round_scale16(dot > 0.f ? fminf(fmaxf(of[0] / dot, 0.5f), 2.f) : 1.f);
                 error = fmaxf((of[8] - 2.f * gain * of[3 + 3 * z] + gain * gain * of[4 + 3 * z] - of[1]) / (64.f * D), 0.f);

@@ -14,10 +14,12 @@ from lamina.codec.rows import ScaleRule
 from lamina.pages.arena import Arena
 from lamina.pages.writer import FilledPages
 
-WARPS = 4
+WARPS, GROUPS = 4, 2
+"""Warps of a page and pages that a block has at a time, as in ``encode.cu``."""
+STAGED_DIM = 128
+"""Head dimension up to which a block has the matrix in shared memory."""
 MOST_DIM = 256
 RULES = {ScaleRule.MINMAX: 0, ScaleRule.CLIP: 1, ScaleRule.UNBIASED: 2}
-BLOCKS_A_PROCESSOR = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,17 @@ class Geometry:
             "D": self.head_dim, "HKV": self.n_kv_heads, "CENTERED": int(self.centered), "KIND": self.kind,
             "RULE": self.rule,
         }  # fmt: skip
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a multiprocessor holds."""
+        return 2 if self.head_dim <= STAGED_DIM else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: sums over a page's rows, and the matrix."""
+        sums = 4 * GROUPS * (WARPS * self.head_dim + self.head_dim + WARPS * 10)
+        return -(-sums // 16) * 16 + (4 * self.head_dim**2 if self.head_dim <= STAGED_DIM else 0)
 
 
 def why_not(encoder: PageEncoder, dtype: torch.dtype) -> str | None:
@@ -137,10 +150,11 @@ class CudaPageWriter:
         """
         device, heads = self.shift.device, self.geometry.n_kv_heads
         truncation = torch.empty(len(jobs), 2, heads, 2, dtype=torch.float32, device=device)
-        shares = max(1, min(len(jobs), _processors(device) * BLOCKS_A_PROCESSOR // (2 * heads)))
+        most = max(1, _processors(device) * self.geometry.blocks // (2 * heads))
+        shares = min(-(-len(jobs) // GROUPS), most)
         _module(self.geometry, device).launch(
-            "lamina_encode", (shares, heads, 2), 32 * WARPS, jobs.to(device), len(jobs), layers.to(device), *self.clips,
-            truncation,
+            "lamina_encode", (shares, heads, 2), 32 * WARPS * GROUPS, jobs.to(device), len(jobs), layers.to(device),
+            *self.clips, truncation, shared=self.geometry.shared_bytes,
         )  # fmt: skip
         return truncation
 

@@ -121,7 +121,7 @@ def test_generate_takes_its_steps_from_the_graph():
     settings = {"max_new_tokens": 40, "do_sample": False}
 
     def run(cache):
-        return model.generate(ids, cache=cache, **settings)
+        return model.generate(ids, **cache_kwarg(model, cache), **settings)
 
     plain, graphed, _ = both(model, run, tiers=8, window=WINDOW)
     assert torch.equal(plain, graphed)
@@ -134,7 +134,7 @@ def test_padded_rows_end_pages_at_different_steps():
         ids[b, :n], mask[b, :n] = PAD, 0
 
     def run(cache):
-        return model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=45, do_sample=False)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=45, do_sample=False, **cache_kwarg(model, cache))
 
     plain, graphed, _ = both(model, run, tiers=(4, 4), window=WINDOW)
     assert torch.equal(plain, graphed)
