@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.attention.types import AttentionOutput
 from lamina.codec import TIERS
 from lamina.codec.gaussian import GaussianRows
 
@@ -57,31 +56,27 @@ def anchored(spread: Tensor, out: Tensor, rows: GaussianRows) -> tuple[dict[int,
     )
 
 
-def anchored_mean(query: Tensor, result: AttentionOutput, rows: GaussianRows) -> Tensor:
-    """:func:`anchored` of the newest tokens, averaged over heads and the sequences that have something to say.
-
-    Works on the device without waiting for it.
+def anchored_mean(query: Tensor, out: Tensor, spread: Tensor, lse_packed: Tensor, rows: GaussianRows) -> Tensor:
+    """:func:`anchored` averaged over heads and the sequences that have something to say, without waiting for a GPU.
 
     Parameters
     ----------
-    query : Tensor
-        ``[B, Hq, T, D]``; zero for padding.
-    result : AttentionOutput
-        Of that query, with its spread.
+    query, out : Tensor
+        ``[..., B, Hq, D]``, of the newest tokens; queries of padding are zero.
+    spread, lse_packed : Tensor
+        ``[..., B, Hq, 3]`` and ``[..., B, Hq]``, see :class:`lamina.attention.types.AttentionOutput`.
     rows : GaussianRows
         Errors of the codec by tier.
 
     Returns
     -------
     Tensor
-        float32 ``[2, 3]``: K and V by tier; NaN if no sequence has packed rows.
+        float32 ``[..., 2, 3]``: K and V by tier; NaN if no sequence has packed rows.
     """
-    assert result.spread is not None
-    sides = anchored(result.spread[:, :, -1], result.out[:, -1], rows)
-    found = torch.stack([torch.stack([side[bits] for bits in TIERS], -1) for side in sides], -2).mean(1)
-    packed = (result.lse_packed[:, :, -1] > float("-inf")).any(1)
-    counts = packed & query[:, :, -1].any(-1).any(-1) & found.isfinite().all(-1).all(-1)
-    return torch.where(counts[:, None, None], found, 0.0).sum(0) / counts.sum()
+    sides = anchored(spread, out, rows)
+    found = torch.stack([torch.stack([side[bits] for bits in TIERS], -1) for side in sides], -2).mean(-3)
+    counts = (lse_packed > float("-inf")).any(-1) & query.any(-1).any(-1) & found.isfinite().all(-1).all(-1)
+    return torch.where(counts[..., None, None], found, 0.0).sum(-3) / counts.sum(-1)[..., None, None]
 
 
 def ring(q: Tensor, keys: Tensor, *, scaling: float, quantise: Callable[[Tensor, int], Tensor]) -> dict[int, Tensor]:

@@ -77,7 +77,9 @@ class LiveControl:
         if config.canary == Canary.RING:
             self.found[index] = _ring_mean(query, store, encoder, basis)
         elif result.spread is not None and basis.rows is not None:
-            self.found[index] = anchored_mean(query, result, basis.rows)
+            self.found[index] = anchored_mean(
+                query[:, :, -1], result.out[:, -1], result.spread[:, :, -1], result.lse_packed[:, :, -1], basis.rows
+            )
         if index == self.layers[-1]:
             found = torch.full((len(self.layers), 2, len(TIERS)), float("nan"))
             for i, layer in enumerate(self.layers):

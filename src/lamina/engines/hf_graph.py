@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lamina.attention.cuda.decode import NewRows, attend_cuda
 from lamina.attention.cuda.tables import Patches
 from lamina.attention.dispatch import announce_once
-from lamina.codec import PAGE_TOKENS
+from lamina.codec import PAGE_TOKENS, TIERS
 from lamina.codec.gaussian import gaussian_rows
 from lamina.control.canary import anchored_mean
 from lamina.control.config import Canary
@@ -68,7 +68,8 @@ class DecodeGraph:
         self.forward: Callable[..., Any] = model.forward
         self._graphs: dict[bool, Any] = {}
         self._outputs: dict[bool, Any] = {}
-        self._signals: list[Tensor] = []
+        self._seen: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._signals: Tensor | None = None
         self._measured = False
         self._undecided: Tensor | None = None
         self._storage: tuple[int, ...] = ()
@@ -200,7 +201,7 @@ class DecodeGraph:
         self._on_device = [n + 1 for n in self._on_device]
         self._count(batch)
         if measured:
-            self._undecided = torch.stack(self._signals)
+            self._undecided = self._signals
         result = copy.copy(output)
         result["logits"] = output["logits"].clone()
         return result
@@ -274,7 +275,7 @@ class DecodeGraph:
         self._lengths += 1
         self._measured, self.cache.step = measured, self
         if measured:
-            self._signals = []
+            self._seen = {}
         try:
             output = self.forward(
                 input_ids=self._tokens, position_ids=self._positions, use_cache=True, return_dict=True,
@@ -282,8 +283,22 @@ class DecodeGraph:
             )  # fmt: skip
         finally:
             self.cache.step = None
+        if measured:
+            self._signals = self._measure()
         self._reported.copy_(self._wrong, non_blocking=True)
         return output
+
+    def _measure(self) -> Tensor:
+        """Signals of all layers, float32 ``[layers, 2, 3]``, those of alike layers in one go."""
+        order = [layer.index for layer in self.cache.ours if layer.index in self._seen]
+        signals = torch.full((len(self.cache.ours), 2, len(TIERS)), float("nan"), device=self.device)
+        for shape in {seen[0].shape for seen in self._seen.values()}:
+            alike = [i for i in order if self._seen[i][0].shape == shape]
+            query, out, spread, lse = (torch.stack(x) for x in zip(*(self._seen[i] for i in alike)))
+            found = anchored_mean(query, out, spread, lse, gaussian_rows(self.cache.codec, shape[-1]))
+            for i, signal in zip(alike, found):
+                signals[[layer.index for layer in self.cache.ours].index(i)] = signal
+        return signals
 
     def attend(self, layer: LaminaLayer, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         """Append rows and attend, on the device alone: ``[B, 1, Hq, D]``."""
@@ -291,8 +306,9 @@ class DecodeGraph:
         basis = replace(layer.basis, softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"), rows=rows)
         new = NewRows(key, value, self._wrong, layer.index + 1)
         result = attend_cuda(query, self._views[layer.index], basis, new=new).with_sinks(basis.sinks)
-        if rows is not None:
-            self._signals.append(anchored_mean(query, result, rows))
+        if result.spread is not None:
+            newest = query[:, :, -1], result.out[:, -1], result.spread[:, :, -1], result.lse_packed[:, :, -1]
+            self._seen[layer.index] = newest
         return result.out
 
     def _count(self, batch: int) -> None:

@@ -17,6 +17,8 @@ DEVICE void finished_before() {}
 DEVICE void next_may_start() {}
 #endif
 
+// What is computed from this number is computed anew from here on, instead of being kept in registers.
+DEVICE void forget(float& x) { asm volatile("" : "+f"(x)); }
 DEVICE float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float from_f16(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
 DEVICE u16 to_f16(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }

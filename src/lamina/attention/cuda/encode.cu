@@ -16,7 +16,7 @@
 #define STAGED (D <= 128)  // the matrix is in shared memory
 #define GAUSSIAN_STEP 0.9957f
 #define BLOCKS (D > 128 ? 1 : 2)
-#define SUMS 9
+#define AHEAD (KIND == 0 ? 4 : 8)  // steps of 16 channels whose rows are fetched at once
 
 // A page to encode: int64 words.
 struct Job {
@@ -46,7 +46,7 @@ DEVICE float sum_rows(float x) {
     x += __shfl_xor_sync(~0u, x, 8);
     return x + __shfl_xor_sync(~0u, x, 16);
 }
-DEVICE float ratio(float a, float b) { return b > 0.f ? a / b : 0.f; }
+DEVICE float ratio(float a, float b) { return b > 0.f ? __fdividef(a, b) : 0.f; }
 // Bits 30 to 15 of a number that is not negative, rounded to even.
 DEVICE u32 to_scale16(float x) {
     const u32 bits = __float_as_uint(x);
@@ -55,63 +55,75 @@ DEVICE u32 to_scale16(float x) {
 DEVICE float round_scale16(float x) { return scale16(to_scale16(x)); }
 DEVICE float round_bf16(float x) { return bf16(to_bf16(x)); }
 
-// Four numbers of a row as operands: their high parts, and what is left of them where they are not bfloat16.
-DEVICE void row_operands(const u8* row, int at, u32 (&high)[2], u32 (&low)[2]) {
-#if KIND == 1
-    const uint2 x = *(const uint2*)(row + 2 * at);
-    high[0] = x.x; high[1] = x.y;
-#else
-    float x[4];
+// Four numbers of a row.
+struct Operands {
 #if KIND == 0
-    const float4 y = *(const float4*)(row + 4 * at);
-    x[0] = y.x; x[1] = y.y; x[2] = y.z; x[3] = y.w;
+    float4 x;
 #else
-    const uint2 y = *(const uint2*)(row + 2 * at);
-    x[0] = from_f16((u16)y.x); x[1] = from_f16((u16)(y.x >> 16)); x[2] = from_f16((u16)y.y); x[3] = from_f16((u16)(y.y >> 16));
+    uint2 x;
 #endif
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        high[i] = to_bf16_pair(x[2 * i], x[2 * i + 1]);
-        low[i] = to_bf16_pair(x[2 * i] - bf16(high[i]), x[2 * i + 1] - as_float(high[i] & 0xffff0000u));
+    DEVICE void fetch(const u8* row, int at) { x = *(const decltype(x)*)(row + at * (sizeof(x) / 4)); }
+    // Their high parts, and what is left of them where they are not bfloat16.
+    DEVICE void split(u32 (&high)[2], u32 (&low)[2]) const {
+#if KIND == 1
+        high[0] = x.x; high[1] = x.y;
+#else
+#if KIND == 0
+        const float y[4] = {x.x, x.y, x.z, x.w};
+#else
+        const float y[4] = {from_f16((u16)x.x), from_f16((u16)(x.x >> 16)), from_f16((u16)x.y), from_f16((u16)(x.y >> 16))};
+#endif
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            high[i] = to_bf16_pair(y[2 * i], y[2 * i + 1]);
+            low[i] = to_bf16_pair(y[2 * i] - bf16(high[i]), y[2 * i + 1] - as_float(high[i] & 0xffff0000u));
+        }
+#endif
     }
-#endif
-}
+};
 
-// A lane's numbers of its two rows, and how codes come from them: by a line whose ends are 0 and 1, at which it is cut.
+DEVICE u32 mask_of(int bits) { return 0xffffffffu << (23 - bits); }
+// A lane's numbers of its two rows, and how codes come from them: by a line that is cut off at 0 and 1. A code c of n bits
+// is held as 1 + c / 2^n, the bits of which hold those of the code, and whose upper bits alone are the code read with less.
 template <int BITS>
 struct Rows {
-    static constexpr float HALF = 0.5f * ((1 << BITS) - 1);
+    static constexpr float HALF = 0.5f * ((1 << BITS) - 1), UNIT = 1.f / (1 << BITS);
     float (&y)[VALUES / 2][4];
     float scale[2], shift[2];
 
     DEVICE Rows(float (&y)[VALUES / 2][4]) : y(y) {}
     DEVICE float& at(int i, int s) { return y[s / 2][2 * i + (s & 1)]; }
-    // The code is in the low bits, behind 2^23.
-    DEVICE float code(int i, int s) {
-        return __fmaf_rd(__saturatef(fmaf(at(i, s), scale[i], shift[i])), (1 << BITS) * 0.99999994f, 8388608.f);
+    DEVICE float code(int i, int s, u32 mask) {
+        const float line = __saturatef(fmaf(at(i, s), scale[i], shift[i]));
+        return as_float(__float_as_uint(fmaf(line, 0.9999999f, 1.f)) & mask);
     }
-    // Codes are floor(y / step + offset + 1/2).
-    DEVICE void take_grid(int i, float step, float offset) {
-        scale[i] = (step > 0.f ? 1.f / step : 0.f) * (1.f / (1 << BITS));
-        shift[i] = fmaf(offset + 0.5f, 1.f / (1 << BITS), 2.5e-7f);
+    // Codes are those of y / range + middle - 1 and half a step more, to the last bit or so.
+    DEVICE void take_grid(int i, float range, float middle) {
+        scale[i] = ratio(1.f, range);
+        shift[i] = middle - 1.f + (0.5f * UNIT + 2.5e-7f);
     }
-    // Over a row's codes c: their mean, the sum of y c, and that of c (c - mean).
-    DEVICE void fit(float (&offset)[2], float (&dot)[2], float (&norm)[2]) {
-        float sum[2] = {}, product[2] = {}, square[2] = {};
+    // Sums over a row: of codes t read with so many bits, of y t, of t t.
+    DEVICE void add_up(int bits, float (&sum)[2], float (&product)[2], float (&square)[2]) {
+        const u32 mask = mask_of(bits);
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            forget(scale[i]);
+            sum[i] = product[i] = square[i] = 0.f;
+        }
         #pragma unroll
         for (int s = 0; s < VALUES; s++)
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float c = code(i, s) - 8388608.f;
-                sum[i] += c;
-                product[i] = fmaf(at(i, s), c, product[i]);
-                square[i] = fmaf(c, c, square[i]);
+                const float t = code(i, s, mask);
+                sum[i] += t;
+                product[i] = fmaf(at(i, s), t, product[i]);
+                square[i] = fmaf(t, t, square[i]);
             }
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            offset[i] = sum_quad(sum[i]) / D;
-            dot[i] = sum_quad(product[i]);
-            norm[i] = fmaf(-D * offset[i], offset[i], sum_quad(square[i]));
+            sum[i] = sum_quad(sum[i]);
+            product[i] = sum_quad(product[i]);
+            square[i] = sum_quad(square[i]);
         }
     }
     // The k-th smallest of a row's magnitudes: their bits are ordered as they are.
@@ -141,8 +153,8 @@ struct Rows {
             mid[i] = round_bf16(low + (high - low) / 2.f);
         }
     }
-    // Chooses the grids. Numbers are less ``base`` afterwards, and decode as mid + step (code - half).
-    DEVICE void quantise(int clip, float (&base)[2], float (&mean)[2], float (&step)[2], float (&mid)[2]) {
+    // Chooses the grids. Numbers are less ``base`` afterwards, and decode as mid + step (c - half).
+    DEVICE void quantise(int clip, float (&base)[2], float (&mean)[2], float (&energy)[2], float (&step)[2], float (&mid)[2]) {
         constexpr bool UNBIASED = RULE == 2 && BITS < 8;
         if (RULE == 1 && BITS == 2) {
             #pragma unroll
@@ -153,7 +165,6 @@ struct Rows {
             }
         }
         if (!UNBIASED || BITS != 2) minmax(step, mid);
-        float energy[2] = {};
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             float sum = 0.f;
@@ -161,29 +172,33 @@ struct Rows {
             for (int s = 0; s < VALUES; s++) sum += at(i, s);
             mean[i] = sum_quad(sum) / D;
             base[i] = UNBIASED ? mean[i] : mid[i];
+            energy[i] = 0.f;
             #pragma unroll
             for (int s = 0; s < VALUES; s++) {
                 at(i, s) -= base[i];
                 energy[i] = fmaf(at(i, s), at(i, s), energy[i]);
             }
             energy[i] = sum_quad(energy[i]);
-            take_grid(i, UNBIASED && BITS == 2 ? GAUSSIAN_STEP * sqrtf(energy[i] / D) : step[i], HALF);
+            const float first = UNBIASED && BITS == 2 ? GAUSSIAN_STEP * sqrtf(energy[i] / D) : step[i];
+            take_grid(i, first / UNIT, 1.f + HALF * UNIT);
             if (UNBIASED && BITS == 4) shift[i] = fmaf(mean[i] - mid[i], scale[i], shift[i]);
         }
         if (!UNBIASED) return;
-        float offset[2], dot[2], norm[2];
+        float sum[2], dot[2], square[2], range[2];
         #pragma unroll 1
-        for (int round = 0; round < 2; round++) {
-            fit(offset, dot, norm);
+        for (int round = 0; round < 3; round++) {
+            add_up(BITS, sum, dot, square);
             #pragma unroll
-            for (int i = 0; i < 2; i++) take_grid(i, ratio(dot[i], norm[i]), offset[i]);
+            for (int i = 0; i < 2; i++) {
+                range[i] = ratio(dot[i], fmaf(-sum[i] / D, sum[i], square[i]));
+                if (round < 2) take_grid(i, range[i], sum[i] / D);
+            }
         }
-        fit(offset, dot, norm);
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float fitted = ratio(dot[i], norm[i]);
-            step[i] = round_scale16(fminf(fmaxf(ratio(energy[i], dot[i]), fitted / 2.f), fitted * 2.f));
-            mid[i] = round_bf16(fmaf(step[i], HALF - offset[i], mean[i]));
+            const float unbiased = ratio(energy[i], dot[i]);
+            step[i] = round_scale16(fminf(fmaxf(unbiased, range[i] / 2.f), range[i] * 2.f) * UNIT);
+            mid[i] = round_bf16(fmaf(step[i], HALF - (sum[i] / D - 1.f) / UNIT, mean[i]));
         }
     }
 };
@@ -206,68 +221,65 @@ struct Bytes {
     }
 };
 
+DEVICE u32 moved(u32 x, int down) { return down >= 0 ? x >> down : x << -down; }
+
 // Writes a row's codes; ``to``: where the lane's bytes of the base and of the finer slabs go.
 template <int BITS>
 DEVICE void pack(Rows<BITS>& x, int i, u8* const (&to)[4]) {
+    // The third byte of a number holds its code, from bit 6 down; of 8 bits, from bit 7 down once moved up.
+    constexpr int TOP = BITS == 8 ? 6 : 5;
     Bytes slabs[4];
     #pragma unroll
-    for (int j = 0; j < BYTES; j++) {
-        u32 q[4];
+    for (int k = 0; k < (BYTES + 3) / 4; k++) {
+        u32 w[4];
         #pragma unroll
-        for (int p = 0; p < 4; p++) q[p] = __float_as_uint(x.code(i, p * BYTES + j)) & ((1 << BITS) - 1);
-        if (BITS == 2) slabs[0].put(j, q[0] | q[1] << 2 | q[2] << 4 | q[3] << 6);
-        else {
+        for (int p = 0; p < 4; p++) {
+            u32 t[4];
             #pragma unroll
-            for (int z = 0; z < 2; z++) {
-                const int down = BITS - 2 - 2 * z;
-                slabs[z].put(j, (q[0] >> down & 3u) | (q[1] >> down & 3u) << 2 | (q[2] >> down & 3u) << 4 | (q[3] >> down & 3u) << 6);
+            for (int j = 0; j < 4; j++) {
+                t[j] = 4 * k + j < BYTES ? __float_as_uint(x.code(i, p * BYTES + 4 * k + j, mask_of(BITS))) : 0;
+                if (BITS == 8) t[j] <<= 1;
             }
+            w[p] = __byte_perm(__byte_perm(t[0], t[1], 0x0062), __byte_perm(t[2], t[3], 0x0062), 0x5410);
+        }
+        #pragma unroll
+        for (int z = 0; z < (BITS == 2 ? 1 : 2); z++) {
+            slabs[z].w[k] = 0;
+            #pragma unroll
+            for (int p = 0; p < 4; p++) slabs[z].w[k] |= moved(w[p], TOP - 2 * z - 2 * p) & 0x03030303u << (2 * p);
         }
         if (BITS == 8) {
-            slabs[2].put(j, (q[0] & 15u) | (q[2] & 15u) << 4);
-            slabs[3].put(j, (q[1] & 15u) | (q[3] & 15u) << 4);
+            slabs[2].w[k] = (w[0] & 0x0f0f0f0fu) | (w[2] & 0x0f0f0f0fu) << 4;
+            slabs[3].w[k] = (w[1] & 0x0f0f0f0fu) | (w[3] & 0x0f0f0f0fu) << 4;
         }
     }
     #pragma unroll
     for (int z = 0; z < (BITS == 8 ? 4 : BITS / 2); z++) slabs[z].store(to[z]);
 }
 
-// Adds up what gains and errors of reading fewer bits follow from: y y, errors; by bits read (2, 4): y step top,
-// u step t, step step t t; u u. Here top is a code's upper bits, t that from the middle of their range.
+// What gains and errors follow from, summed up over rows: y y and u u, errors; by bits read (2, 4): y v, u v, v v. Here y
+// is a number less its row's mean, u less its midpoint, and v what is read but for the midpoint and the gain.
+enum Sum { YY, UU, ERROR, YV, UV, VV, ALL_SUMS = YV + 6 };
+
+// Adds the sums of two rows, read with so many bits; every lane of a quad has them.
 template <int BITS>
-DEVICE void add_truncations(Rows<BITS>& x, int i, float to_y, float to_u, float step, float (&sums)[SUMS]) {
-    float part[SUMS] = {};
+DEVICE void add_reading(Rows<BITS>& x, int read, const float (&base)[2], const float (&mean)[2], const float (&step)[2], const float (&mid)[2], float& yv, float& uv, float& vv) {
+    float sum[2], product[2], square[2];
+    x.add_up(read, sum, product, square);
+    const float center = 1.5f - 0.5f / (float)(1 << read);
     #pragma unroll
-    for (int s = 0; s < VALUES; s++) {
-        const float y = x.at(i, s) + to_y, u = x.at(i, s) + to_u, code = x.code(i, s);
-        const float left = fmaf(-step, code - (8388608.f + (x.HALF - 0.5f)) - 0.5f, u);
-        part[0] = fmaf(y, y, part[0]);
-        part[1] = fmaf(left, left, part[1]);
-        part[8] = fmaf(u, u, part[8]);
-        #pragma unroll
-        for (int z = 0; z < (BITS == 8 ? 2 : 1); z++) {
-            const int read = 2 + 2 * z;
-            const u32 whole = __float_as_uint(code) & ((1 << BITS) - 1);
-            const float top = __uint_as_float(whole >> (BITS - read) | 0x4b000000u) - 8388608.f, t = top - 0.5f * (float)((1 << read) - 1);
-            part[2 + 3 * z] = fmaf(y, top, part[2 + 3 * z]);
-            part[3 + 3 * z] = fmaf(u, t, part[3 + 3 * z]);
-            part[4 + 3 * z] = fmaf(t, t, part[4 + 3 * z]);
-        }
-    }
-    sums[0] += part[0];
-    sums[1] += part[1];
-    sums[8] += part[8];
-    #pragma unroll
-    for (int z = 0; z < (BITS == 8 ? 2 : 1); z++) {
-        const float one = step * (float)(1 << (BITS - 2 - 2 * z));
-        sums[2 + 3 * z] = fmaf(one, part[2 + 3 * z], sums[2 + 3 * z]);
-        sums[3 + 3 * z] = fmaf(one, part[3 + 3 * z], sums[3 + 3 * z]);
-        sums[4 + 3 * z] = fmaf(one * one, part[4 + 3 * z], sums[4 + 3 * z]);
+    for (int i = 0; i < 2; i++) {
+        // v = range (t - center)
+        const float range = step[i] * (1 << BITS);
+        const float of_y = fmaf(base[i] - mean[i], sum[i], product[i]), of_u = fmaf(base[i] - mid[i], sum[i], product[i]);
+        yv = fmaf(range, of_y, yv);
+        uv = fmaf(range, of_u - center * D * (mean[i] - mid[i]), uv);
+        vv = fmaf(range * range, square[i] - 2.f * center * sum[i] + center * center * D, vv);
     }
 }
 
 struct Smem {
-    float columns[GROUPS][WARPS][D], center[GROUPS][D], tops[GROUPS][WARPS], totals[GROUPS][WARPS][SUMS];
+    float columns[GROUPS][WARPS][D], center[GROUPS][D], tops[GROUPS][WARPS], totals[GROUPS][WARPS][ALL_SUMS];
 };
 
 // Sums of a lane's numbers over the rows of its warp: a lane halves what it is in charge of twice.
@@ -293,8 +305,8 @@ DEVICE void add_columns(float (&y)[VALUES / 2][4], float* to, int r, int c) {
 template <int BITS>
 DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, const Layer& layer, int side, int h, int warp, int r, int c, int clip, float* totals) {
     Rows<BITS> x(y);
-    float base[2], mean[2], step[2], mid[2], sums[SUMS] = {};
-    x.quantise(clip, base, mean, step, mid);
+    float base[2], mean[2], energy[2], step[2], mid[2];
+    x.quantise(clip, base, mean, energy, step, mid);
     u8* record = layer.records + job.page * RECORD_BYTES;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -309,12 +321,27 @@ DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, const Layer& layer
         const int number = 2 * ((side * HKV + h) * 64 + row);
         if (c == 0) *(u16*)(record + SCALE_AT + number) = (u16)to_scale16(step[i]);
         if (c == 1) *(u16*)(record + MID_AT + number) = to_bf16(mid[i]);
-        if constexpr (BITS > 2) add_truncations<BITS>(x, i, base[i] - mean[i], base[i] - mid[i], step[i], sums);
     }
-    if (BITS > 2) {
+    if constexpr (BITS > 2) {
+        float sums[ALL_SUMS] = {};
         #pragma unroll
-        for (int z = 0; z < SUMS; z++) {
-            sums[z] = sum_rows(sum_quad(sums[z]));
+        for (int i = 0; i < 2; i++) {
+            const float off = base[i] - mean[i], to_u = base[i] - mid[i];  // numbers sum up to -D off
+            sums[YY] += energy[i] - D * off * off;
+            sums[UU] += energy[i] + D * to_u * (to_u - 2.f * off);
+        }
+        // All bits first, then 2 and 4; a loop that is not unrolled keeps the registers of its rounds apart.
+        #pragma unroll 1
+        for (int read = BITS; read; read = read == BITS ? 2 : 2 * read < BITS ? 2 * read : 0) {
+            float yv = 0.f, uv = 0.f, vv = 0.f;
+            add_reading(x, read, base, mean, step, mid, yv, uv, vv);
+            if (read == BITS) sums[ERROR] = sums[UU] - 2.f * uv + vv;
+            else if (read == 2) { sums[YV] = yv; sums[UV] = uv; sums[VV] = vv; }
+            else { sums[YV + 3] = yv; sums[UV + 3] = uv; sums[VV + 3] = vv; }
+        }
+        #pragma unroll
+        for (int z = 0; z < ALL_SUMS; z++) {
+            sums[z] = sum_rows(sums[z]);
             if (r == 0 && c == 0) totals[z] = sums[z];
         }
     }
@@ -352,22 +379,39 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         {
             const u8* rows = job.rows[side] + (h * job.head[side] + (16 * warp + r) * job.row[side]) * SIZE;
             const i64 below = 8 * job.row[side] * SIZE;
-            #pragma unroll 2
-            for (int k = 0; k < D / 16; k++) {
-                u32 high[2][2], low[2][2];
-                row_operands(rows, 16 * k + 4 * c, high[0], low[0]);
-                row_operands(rows + below, 16 * k + 4 * c, high[1], low[1]);
+            #pragma unroll 1
+            for (int k0 = 0; k0 < D / 16; k0 += AHEAD) {
+                Operands rows_at[AHEAD][2];
                 #pragma unroll
-                for (int t = 0; t < D / 8; t++) {
-                    const uint4 m = matrix[(k * (D / 8) + t) * 32];
-                    mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.x, m.y);
-                    mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.z, m.w);
-                    if (KIND != 1) mma_bf16(y[t], low[0][0], low[1][0], low[0][1], low[1][1], m.x, m.y);
-                }
+                for (int k = 0; k < AHEAD; k++)
+                    if (k0 + k < D / 16) {
+                        rows_at[k][0].fetch(rows, 16 * (k0 + k) + 4 * c);
+                        rows_at[k][1].fetch(rows + below, 16 * (k0 + k) + 4 * c);
+                    }
+                #pragma unroll
+                for (int k = 0; k < AHEAD; k++)
+                    if (k0 + k < D / 16) {
+                        u32 high[2][2], low[2][2];
+                        rows_at[k][0].split(high[0], low[0]);
+                        rows_at[k][1].split(high[1], low[1]);
+                        #pragma unroll
+                        for (int t = 0; t < D / 8; t++) {
+                            const uint4 m = matrix[((k0 + k) * (D / 8) + t) * 32];
+                            mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.x, m.y);
+                            mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.z, m.w);
+                            if (KIND != 1) mma_bf16(y[t], low[0][0], low[1][0], low[0][1], low[1][1], m.x, m.y);
+                        }
+                    }
             }
         }
         u8* record = layer.records + job.page * RECORD_BYTES;
-        if (CENTERED && side == 0) {
+        if (side == 1) {
+            for (int i = thread; i < D; i += 32 * WARPS) {
+                const int s = i % VALUES;
+                S.center[group][i] = layer.shift[h * D + s / BYTES * (D / 4) + i / VALUES * BYTES + s % BYTES];
+            }
+            __syncthreads();
+        } else if (CENTERED) {
             add_columns(y, S.columns[group][warp], r, c);
             __syncthreads();
             float mean[(D + 127) / 128], top = 0.f;
@@ -397,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         if (side == 1 || CENTERED) {
             #pragma unroll
             for (int s = 0; s < VALUES; s++) {
-                const float less = side ? layer.shift[h * D + s / BYTES * (D / 4) + c * BYTES + s % BYTES] : S.center[group][c * VALUES + s];
+                const float less = S.center[group][c * VALUES + s];
                 y[s / 2][s & 1] -= less;
                 y[s / 2][2 + (s & 1)] -= less;
             }
@@ -413,15 +457,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
             const int z = thread, read = 2 + 2 * z;
             float gain = 1.f, error = 0.f;
             if (read < bits) {
-                float of[SUMS];
-                #pragma unroll
-                for (int k = 0; k < SUMS; k++) {
-                    of[k] = 0.f;
-                    for (int w = 0; w < WARPS; w++) of[k] += S.totals[group][w][k];
-                }
-                const float dot = of[2 + 3 * z];
-                gain = round_scale16(dot > 0.f ? fminf(fmaxf(of[0] / dot, 0.5f), 2.f) : 1.f);
-                error = fmaxf((of[8] - 2.f * gain * of[3 + 3 * z] + gain * gain * of[4 + 3 * z] - of[1]) / (64.f * D), 0.f);
+                const auto of = [&](int k) {
+                    float sum = 0.f;
+                    for (int w = 0; w < WARPS; w++) sum += S.totals[group][w][k];
+                    return sum;
+                };
+                const float yv = of(YV + 3 * z);
+                gain = round_scale16(yv > 0.f ? fminf(fmaxf(of(YY) / yv, 0.5f), 2.f) : 1.f);
+                error = fmaxf((of(UU) - 2.f * gain * of(UV + 3 * z) + gain * gain * of(VV + 3 * z) - of(ERROR)) / (64.f * D), 0.f);
             }
             *(u16*)(record + GAIN_AT + 2 * ((side * HKV + h) * 2 + z)) = (u16)to_scale16(gain);
             truncation[(((i64)j * 2 + side) * HKV + h) * 2 + z] = error;
