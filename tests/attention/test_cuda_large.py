@@ -24,7 +24,7 @@ CASE = Case("large", heads=8, group=4, dim=128, batch=2, tiers=MIXED, window=(64
 
 def far(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A pool whose last slots are these, behind more than 2^31 numbers that are never read."""
-    away = 2**31 // x[0].numel() + 1
+    away = 2**31 // x.shape[1:].numel() + 1
     pool = torch.empty(away + len(x), *x.shape[1:], dtype=x.dtype, device="cuda")
     pool[away:] = x.cuda()
     return pool, away
@@ -51,7 +51,7 @@ def test_attention_reads_far_pages(tokens: int) -> None:
     from lamina.attention.cuda.prefill import attend_prefill
 
     store, basis, q, k, v = build(CASE)
-    fill(store, k[:, :, :-tokens], v[:, :, :-tokens])
+    fill(store, k[:, :, :-tokens], v[:, :, :-tokens], chunk=40)
     rows = k[:, :, -tokens:], v[:, :, -tokens:]
     store.append(*rows)
     view, q_now, mine = store.view(), q[:, :, -tokens:].to(CASE.dtype), basis_on_gpu(replace(basis, rows=None))
@@ -82,7 +82,7 @@ def test_pages_are_encoded_far_away() -> None:
         )  # fmt: skip
         if place == "cuda":
             for pool in store.arena.pools:
-                pool.reserve(2**31 // pool.data[0][0:1].numel() + 20 if pool.slots == 0 else 0)
+                pool.reserve(2**31 // pool.data[0].shape[1:].numel() + 20)
                 pool.free.reverse()
         store.append(k.to(place), v.to(place))
         records, table = store.arena.pages.data[0], store.arena.table

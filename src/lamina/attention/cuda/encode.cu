@@ -14,9 +14,11 @@
 #define BYTES (D / 16)
 #define VALUES (D / 4)
 #define STAGED (D <= 128)  // the matrix is in shared memory
+#define COPIED (STAGED && KIND != 0)  // and rows are, on their way while those before them are quantised
+#define PITCH (2 * D + 4 * ((8 + 32 - D / 2 % 32) % 32))  // bytes between rows: a warp's reads meet no bank twice
+#define AHEAD 4  // otherwise, steps of 16 channels whose rows are fetched at once
 #define GAUSSIAN_STEP 0.9957f
 #define BLOCKS (D > 128 ? 1 : 2)
-#define AHEAD (KIND == 0 ? 4 : 8)  // steps of 16 channels whose rows are fetched at once
 
 // A page to encode: int64 words.
 struct Job {
@@ -88,8 +90,10 @@ DEVICE u32 mask_of(int bits) { return 0xffffffffu << (23 - bits); }
 template <int BITS>
 struct Rows {
     static constexpr float HALF = 0.5f * ((1 << BITS) - 1), UNIT = 1.f / (1 << BITS);
+    static constexpr bool UNBIASED = RULE == 2 && BITS < 8;
     float (&y)[VALUES / 2][4];
     float scale[2], shift[2];
+    float sum[2], product[2], square[2];  // over a row, as last added up: of codes t, of y t, of t t
 
     DEVICE Rows(float (&y)[VALUES / 2][4]) : y(y) {}
     DEVICE float& at(int i, int s) { return y[s / 2][2 * i + (s & 1)]; }
@@ -102,8 +106,8 @@ struct Rows {
         scale[i] = ratio(1.f, range);
         shift[i] = middle - 1.f + (0.5f * UNIT + 2.5e-7f);
     }
-    // Sums over a row: of codes t read with so many bits, of y t, of t t.
-    DEVICE void add_up(int bits, float (&sum)[2], float (&product)[2], float (&square)[2]) {
+    // Adds up codes read with so many bits.
+    DEVICE void add_up(int bits) {
         const u32 mask = mask_of(bits);
         #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -155,7 +159,6 @@ struct Rows {
     }
     // Chooses the grids. Numbers are less ``base`` afterwards, and decode as mid + step (c - half).
     DEVICE void quantise(int clip, float (&base)[2], float (&mean)[2], float (&energy)[2], float (&step)[2], float (&mid)[2]) {
-        constexpr bool UNBIASED = RULE == 2 && BITS < 8;
         if (RULE == 1 && BITS == 2) {
             #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -167,10 +170,10 @@ struct Rows {
         if (!UNBIASED || BITS != 2) minmax(step, mid);
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float sum = 0.f;
+            float all = 0.f;
             #pragma unroll
-            for (int s = 0; s < VALUES; s++) sum += at(i, s);
-            mean[i] = sum_quad(sum) / D;
+            for (int s = 0; s < VALUES; s++) all += at(i, s);
+            mean[i] = sum_quad(all) / D;
             base[i] = UNBIASED ? mean[i] : mid[i];
             energy[i] = 0.f;
             #pragma unroll
@@ -184,24 +187,38 @@ struct Rows {
             if (UNBIASED && BITS == 4) shift[i] = fmaf(mean[i] - mid[i], scale[i], shift[i]);
         }
         if (!UNBIASED) return;
-        float sum[2], dot[2], square[2], range[2];
+        float range[2];
         #pragma unroll 1
         for (int round = 0; round < 3; round++) {
-            add_up(BITS, sum, dot, square);
+            add_up(BITS);
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                range[i] = ratio(dot[i], fmaf(-sum[i] / D, sum[i], square[i]));
+                range[i] = ratio(product[i], fmaf(-sum[i] / D, sum[i], square[i]));
                 if (round < 2) take_grid(i, range[i], sum[i] / D);
             }
         }
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float unbiased = ratio(energy[i], dot[i]);
+            const float unbiased = ratio(energy[i], product[i]);
             step[i] = round_scale16(fminf(fmaxf(unbiased, range[i] / 2.f), range[i] * 2.f) * UNIT);
             mid[i] = round_bf16(fmaf(step[i], HALF - (sum[i] / D - 1.f) / UNIT, mean[i]));
         }
     }
 };
+
+// y += 16 channels of rows times the matrix.
+DEVICE void multiply(float (&y)[VALUES / 2][4], const Operands (&x)[2], const uint4* matrix) {
+    u32 high[2][2], low[2][2];
+    x[0].split(high[0], low[0]);
+    x[1].split(high[1], low[1]);
+    #pragma unroll
+    for (int t = 0; t < D / 8; t++) {
+        const uint4 m = matrix[t * 32];
+        mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.x, m.y);
+        mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.z, m.w);
+        if (KIND != 1) mma_bf16(y[t], low[0][0], low[1][0], low[0][1], low[1][1], m.x, m.y);
+    }
+}
 
 // A lane's bytes of a row of a slab.
 struct Bytes {
@@ -264,17 +281,17 @@ enum Sum { YY, UU, ERROR, YV, UV, VV, ALL_SUMS = YV + 6 };
 // Adds the sums of two rows, read with so many bits; every lane of a quad has them.
 template <int BITS>
 DEVICE void add_reading(Rows<BITS>& x, int read, const float (&base)[2], const float (&mean)[2], const float (&step)[2], const float (&mid)[2], float& yv, float& uv, float& vv) {
-    float sum[2], product[2], square[2];
-    x.add_up(read, sum, product, square);
+    // The last fit has added up the codes themselves.
+    if (!x.UNBIASED || read < BITS) x.add_up(read);
     const float center = 1.5f - 0.5f / (float)(1 << read);
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         // v = range (t - center)
         const float range = step[i] * (1 << BITS);
-        const float of_y = fmaf(base[i] - mean[i], sum[i], product[i]), of_u = fmaf(base[i] - mid[i], sum[i], product[i]);
+        const float of_y = fmaf(base[i] - mean[i], x.sum[i], x.product[i]), of_u = fmaf(base[i] - mid[i], x.sum[i], x.product[i]);
         yv = fmaf(range, of_y, yv);
         uv = fmaf(range, of_u - center * D * (mean[i] - mid[i]), uv);
-        vv = fmaf(range * range, square[i] - 2.f * center * sum[i] + center * center * D, vv);
+        vv = fmaf(range * range, x.square[i] - 2.f * center * x.sum[i] + center * center * D, vv);
     }
 }
 
@@ -358,6 +375,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
     constexpr int SIZE = KIND == 0 ? 4 : 2, OPERANDS = (D / 16) * (D / 8) * 32;
     const int first = (int)((i64)n_jobs * blockIdx.x / gridDim.x), last = (int)((i64)n_jobs * (blockIdx.x + 1) / gridDim.x);
     i64 there = -1;
+    // A warp's own rows, of the page after the one at hand.
+    u8* copied = (u8*)(staged + (STAGED ? OPERANDS : 0)) + (group * 64 + 16 * warp) * PITCH;
+    const auto send = [&](int j) {
+        const u8* rows = jobs[j].rows[side] + (h * jobs[j].head[side] + 16 * warp * jobs[j].row[side]) * SIZE;
+        #pragma unroll
+        for (int n = 0; n < D / 16; n++) {
+            const int i = lane + 32 * n, row = i / (D / 8), piece = i % (D / 8);
+            copy_16(shared_address(copied + row * PITCH + piece * 16), rows + row * jobs[j].row[side] * SIZE + piece * 16);
+        }
+        end_group();
+    };
+    if (COPIED && first < last) send(min(first + group, last - 1));
     for (int j0 = first; j0 < last; j0 += GROUPS) {
         const bool active = j0 + group < last;
         const int j = active ? j0 + group : last - 1;
@@ -376,32 +405,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         for (int t = 0; t < VALUES / 2; t++)
             #pragma unroll
             for (int e = 0; e < 4; e++) y[t][e] = 0.f;
-        {
+        if (COPIED) {
+            wait_for_copies();
+            __syncwarp();
+            #pragma unroll
+            for (int k = 0; k < D / 16; k++) {
+                Operands x[2];
+                x[0].fetch(copied + r * PITCH, 16 * k + 4 * c);
+                x[1].fetch(copied + (r + 8) * PITCH, 16 * k + 4 * c);
+                multiply(y, x, matrix + k * (D / 8) * 32);
+            }
+            __syncwarp();
+            if (j0 + GROUPS < last) send(min(j + GROUPS, last - 1));
+        } else {
             const u8* rows = job.rows[side] + (h * job.head[side] + (16 * warp + r) * job.row[side]) * SIZE;
-            const i64 below = 8 * job.row[side] * SIZE;
             #pragma unroll 1
             for (int k0 = 0; k0 < D / 16; k0 += AHEAD) {
-                Operands rows_at[AHEAD][2];
+                Operands x[AHEAD][2];
                 #pragma unroll
                 for (int k = 0; k < AHEAD; k++)
-                    if (k0 + k < D / 16) {
-                        rows_at[k][0].fetch(rows, 16 * (k0 + k) + 4 * c);
-                        rows_at[k][1].fetch(rows + below, 16 * (k0 + k) + 4 * c);
-                    }
+                    #pragma unroll
+                    for (int i = 0; i < 2; i++)
+                        if (k0 + k < D / 16) x[k][i].fetch(rows + 8 * i * job.row[side] * SIZE, 16 * (k0 + k) + 4 * c);
                 #pragma unroll
                 for (int k = 0; k < AHEAD; k++)
-                    if (k0 + k < D / 16) {
-                        u32 high[2][2], low[2][2];
-                        rows_at[k][0].split(high[0], low[0]);
-                        rows_at[k][1].split(high[1], low[1]);
-                        #pragma unroll
-                        for (int t = 0; t < D / 8; t++) {
-                            const uint4 m = matrix[((k0 + k) * (D / 8) + t) * 32];
-                            mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.x, m.y);
-                            mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.z, m.w);
-                            if (KIND != 1) mma_bf16(y[t], low[0][0], low[1][0], low[0][1], low[1][1], m.x, m.y);
-                        }
-                    }
+                    if (k0 + k < D / 16) multiply(y, x[k], matrix + (k0 + k) * (D / 8) * 32);
             }
         }
         u8* record = layer.records + job.page * RECORD_BYTES;

@@ -46,9 +46,12 @@ class Geometry:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: sums over a page's rows, and the matrix."""
+        """Shared memory of a block: sums over a page's rows, the matrix, and rows on their way."""
         sums = 4 * GROUPS * (WARPS * self.head_dim + self.head_dim + WARPS * 10)
-        return -(-sums // 16) * 16 + (4 * self.head_dim**2 if self.head_dim <= STAGED_DIM else 0)
+        matrix = 4 * self.head_dim**2 if self.head_dim <= STAGED_DIM else 0
+        pitch = 2 * self.head_dim + 4 * ((8 - self.head_dim // 2) % 32)
+        copied = GROUPS * PAGE_TOKENS * pitch if matrix and self.kind != KINDS[torch.float32] else 0
+        return -(-sums // 16) * 16 + matrix + copied
 
 
 def why_not(encoder: PageEncoder, dtype: torch.dtype) -> str | None:
@@ -160,11 +163,12 @@ class CudaPageWriter:
 
 
 def _readable(one: FilledPages) -> FilledPages:
-    """Rows that can be read four numbers at a time."""
-    k, v = (
-        x if x.stride(2) == 1 and x.stride(0) % 4 == x.stride(1) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-        for x in (one.k, one.v)
-    )
+    """Rows that can be read 16 bytes at a time."""
+
+    def is_aligned(x: Tensor) -> bool:
+        return x.stride(2) == 1 and not any(n * x.itemsize % 16 for n in x.stride()[:2]) and x.data_ptr() % 16 == 0
+
+    k, v = (x if is_aligned(x) else x.contiguous() for x in (one.k, one.v))
     return FilledPages(one.pages, k, v)
 
 
