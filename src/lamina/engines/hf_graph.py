@@ -234,7 +234,7 @@ class DecodeGraph:
             self._release()
             if cache.budget.max_bytes is None:
                 for store in stores:
-                    store.reserve(self.reserve, (8, 8) if cache.control is not None else store.tiers())
+                    store.reserve(self.reserve, store.tiers())
             self._look(self.reserve // PAGE_TOKENS)
             self._storage = self._look()
 
@@ -323,4 +323,5 @@ class DecodeGraph:
         cache.finished(cache.ours[-1].index)
 
     def _release(self) -> None:
-        self._graphs, self._outputs, self._storage = {}, {}, ()
+        """Forget the graphs, and the storage that they know."""
+        self._graphs, self._outputs, self._storage, self._views = {}, {}, (), {}

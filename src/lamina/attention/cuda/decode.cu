@@ -448,26 +448,34 @@ struct Reader {
         for (int n = 0; n < NT; n++) to[n] = factor[n] * by;
     }
 
+    // Sends for the J-th slab from page ``at`` on, of pages that have NK and NV; ``base`` slabs were sent for before.
+    template <int NK, int NV, int J>
+    DEVICE void send(int at, int high, int base) const {
+        constexpr int ALL = NK + NV, Z = J % ALL;
+        const int page = at + J / ALL;
+        if (page < high) fetch<(Z >= NK)>(entries[page], Z < NK ? Z : Z - NK, ALL % 4 ? (base + J) % SLOTS : J % SLOTS);
+        end_group();
+    }
+    template <int NK, int NV>
+    DEVICE void begin(int low, int high) const {
+        send<NK, NV, 0>(low, high, 0);
+        send<NK, NV, 1>(low, high, 0);
+        send<NK, NV, 2>(low, high, 0);
+    }
+
     // Pages [low, high) that have NK and NV planes, are read as they were encoded, whole and by all query tokens.
     template <int NK, int NV>
-    DEVICE void run(int low, int high) {
+    DEVICE void run(int low, int high, bool begun) {
         constexpr int ALL = NK + NV, K = NK == 1 ? 2 : 2 * NK, V = NV == 1 ? 2 : 2 * NV, IK = K == 2 ? 0 : K == 4 ? 1 : 2, IV = V == 2 ? 0 : V == 4 ? 1 : 2;
         const Reading reading{1.f, 1.f, 0.5f * ((1 << K) - 1), 0.5f * ((1 << V) - 1), P.kappa[h * 9 + 4 * IK], P.variance[IK], P.variance[3 + IV]};
         int base = 0, at = low;
-        // Slab J of the pages from ``at`` on, a slab that the compiler knows.
-        auto send = [&](auto J) {
-            constexpr int j = decltype(J)::value;
-            const int page = at + j / ALL;
-            if (page < high) fetch<(j % ALL >= NK)>(entries[page], j % ALL < NK ? j % ALL : j % ALL - NK, ALL % 4 ? (base + j) % SLOTS : j % SLOTS);
-            end_group();
-        };
         auto arrived = [&](auto J) -> const u8* {
             constexpr int j = decltype(J)::value;
             wait();
-            send(Int<j + SLOTS - 1>());
+            send<NK, NV, j + SLOTS - 1>(at, high, base);
             return ring + (ALL % 4 ? (base + j) % SLOTS : j % SLOTS) * SLOT;
         };
-        send(Int<0>()); send(Int<1>()); send(Int<2>());
+        if (!begun) begin<NK, NV>(low, high);
         #pragma unroll 1
         for (; at < high; at++) {
             const u8* here = arrived(Int<0>());
@@ -604,15 +612,21 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
             ends[g] = count += __popc(found);
         }
         __syncwarp();
+        // The first pages are on their way while queries and centers are looked at.
+        const int kinds = (ends[0] > 0) + 2 * (ends[1] > ends[0]) + 4 * (ends[2] > ends[1]) + 8 * (ends[3] > ends[2]), first_kind = __ffs(kinds);
+        if (first_kind == 1) R.begin<1, 1>(0, ends[0]);
+        else if (first_kind == 2) R.begin<2, 1>(0, ends[1]);
+        else if (first_kind == 3) R.begin<2, 2>(0, ends[2]);
+        else if (first_kind == 4) R.begin<4, 4>(0, ends[3]);
         if (fresh) R.take_queries(b);
         fresh = false;
         if (count == 0) continue;
         if (CENTERED) R.centers(count);
         __syncwarp();
-        if (ends[0]) R.run<1, 1>(0, ends[0]);
-        if (ends[1] > ends[0]) R.run<2, 1>(ends[0], ends[1]);
-        if (ends[2] > ends[1]) R.run<2, 2>(ends[1], ends[2]);
-        if (ends[3] > ends[2]) R.run<4, 4>(ends[2], ends[3]);
+        if (kinds & 1) R.run<1, 1>(0, ends[0], true);
+        if (kinds & 2) R.run<2, 1>(ends[0], ends[1], first_kind == 2);
+        if (kinds & 4) R.run<2, 2>(ends[1], ends[2], first_kind == 3);
+        if (kinds & 8) R.run<4, 4>(ends[2], ends[3], first_kind == 4);
         if (ends[4] > ends[3]) R.run_any(ends[3], ends[4]);
     }
     __syncthreads();
