@@ -31,6 +31,10 @@ DEVICE u32 transposed(u32 x) {
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
+// Four 8 x 8 matrices of 16-bit numbers in shared memory, the rows of which lie where the lanes say, as an operand a.
+DEVICE void load_matrices(u32 (&a)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(row) : "memory");
+}
 
 // c += a b, [16, 8] += [16, 32] [32, 8] of bytes and [16, 16] [16, 8] of 16-bit numbers.
 #define MMA(NAME, SHAPE, NUMBER, KIND_C, A, B) \

@@ -15,7 +15,7 @@
 #define VALUES (D / 4)
 #define STAGED (D <= 128)  // the matrix is in shared memory
 #define COPIED (STAGED && KIND != 0)  // and rows are, on their way while those before them are quantised
-#define PITCH (2 * D + 4 * ((8 + 32 - D / 2 % 32) % 32))  // bytes between rows: a warp's reads meet no bank twice
+#define PITCH (2 * D + 16)  // bytes between rows: a warp's reads meet no bank twice
 #define AHEAD 4  // otherwise, steps of 16 channels whose rows are fetched at once
 #define GAUSSIAN_STEP 0.9957f
 #define BLOCKS (D > 128 ? 1 : 2)
@@ -57,32 +57,26 @@ DEVICE u32 to_scale16(float x) {
 DEVICE float round_scale16(float x) { return scale16(to_scale16(x)); }
 DEVICE float round_bf16(float x) { return bf16(to_bf16(x)); }
 
-// Four numbers of a row.
-struct Operands {
+// Two neighbouring numbers of a row, as they come.
 #if KIND == 0
-    float4 x;
+typedef float2 Pair;
 #else
-    uint2 x;
+typedef u32 Pair;
 #endif
-    DEVICE void fetch(const u8* row, int at) { x = *(const decltype(x)*)(row + at * (sizeof(x) / 4)); }
-    // Their high parts, and what is left of them where they are not bfloat16.
-    DEVICE void split(u32 (&high)[2], u32 (&low)[2]) const {
+// The high parts of two numbers, and what is left of them where they are not bfloat16.
+DEVICE void split(const Pair& x, u32& high, u32& low) {
 #if KIND == 1
-        high[0] = x.x; high[1] = x.y;
+    high = x;
 #else
 #if KIND == 0
-        const float y[4] = {x.x, x.y, x.z, x.w};
+    const float a = x.x, b = x.y;
 #else
-        const float y[4] = {from_f16((u16)x.x), from_f16((u16)(x.x >> 16)), from_f16((u16)x.y), from_f16((u16)(x.y >> 16))};
+    const float a = from_f16((u16)x), b = from_f16((u16)(x >> 16));
 #endif
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            high[i] = to_bf16_pair(y[2 * i], y[2 * i + 1]);
-            low[i] = to_bf16_pair(y[2 * i] - bf16(high[i]), y[2 * i + 1] - as_float(high[i] & 0xffff0000u));
-        }
+    high = to_bf16_pair(a, b);
+    low = to_bf16_pair(a - bf16(high), b - as_float(high & 0xffff0000u));
 #endif
-    }
-};
+}
 
 DEVICE u32 mask_of(int bits) { return 0xffffffffu << (23 - bits); }
 // A lane's numbers of its two rows, and how codes come from them: by a line that is cut off at 0 and 1. A code c of n bits
@@ -207,16 +201,16 @@ struct Rows {
 };
 
 // y += 16 channels of rows times the matrix.
-DEVICE void multiply(float (&y)[VALUES / 2][4], const Operands (&x)[2], const uint4* matrix) {
-    u32 high[2][2], low[2][2];
-    x[0].split(high[0], low[0]);
-    x[1].split(high[1], low[1]);
+DEVICE void multiply(float (&y)[VALUES / 2][4], const Pair (&x)[4], const uint4* matrix) {
+    u32 a[4], low[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) split(x[i], a[i], low[i]);
     #pragma unroll
     for (int t = 0; t < D / 8; t++) {
         const uint4 m = matrix[t * 32];
-        mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.x, m.y);
-        mma_bf16(y[t], high[0][0], high[1][0], high[0][1], high[1][1], m.z, m.w);
-        if (KIND != 1) mma_bf16(y[t], low[0][0], low[1][0], low[0][1], low[1][1], m.x, m.y);
+        mma_bf16(y[t], a[0], a[1], a[2], a[3], m.x, m.y);
+        mma_bf16(y[t], a[0], a[1], a[2], a[3], m.z, m.w);
+        if (KIND != 1) mma_bf16(y[t], low[0], low[1], low[2], low[3], m.x, m.y);
     }
 }
 
@@ -374,9 +368,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
     uint4* staged = shared + (sizeof(Smem) + 15) / 16;
     constexpr int SIZE = KIND == 0 ? 4 : 2, OPERANDS = (D / 16) * (D / 8) * 32;
     const int first = (int)((i64)n_jobs * blockIdx.x / gridDim.x), last = (int)((i64)n_jobs * (blockIdx.x + 1) / gridDim.x);
+    // Pages of one layer are taken together, two at a time; a group without one of its own works on the other's, in vain.
+    const auto alike = [&](int j0) { return j0 + 1 < last && jobs[j0 + 1].layer == jobs[j0].layer; };
+    const auto mine = [&](int j0) { return alike(j0) ? j0 + group : j0; };
     i64 there = -1;
+#if COPIED
     // A warp's own rows, of the page after the one at hand.
-    u8* copied = (u8*)(staged + (STAGED ? OPERANDS : 0)) + (group * 64 + 16 * warp) * PITCH;
+    u8* copied = (u8*)(staged + OPERANDS) + (group * 64 + 16 * warp) * PITCH;
     const auto send = [&](int j) {
         const u8* rows = jobs[j].rows[side] + (h * jobs[j].head[side] + 16 * warp * jobs[j].row[side]) * SIZE;
         #pragma unroll
@@ -386,52 +384,52 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         }
         end_group();
     };
-    if (COPIED && first < last) send(min(first + group, last - 1));
-    for (int j0 = first; j0 < last; j0 += GROUPS) {
-        const bool active = j0 + group < last;
-        const int j = active ? j0 + group : last - 1;
+    if (first < last) send(mine(first));
+#endif
+    for (int j0 = first, next; j0 < last; j0 = next) {
+        next = j0 + (alike(j0) ? 2 : 1);
+        const int j = mine(j0);
+        const bool active = j == j0 + group;
         const Job& job = jobs[j];
         const Layer& layer = layers[job.layer];
-        if (STAGED && jobs[j0].layer != there) {
-            there = jobs[j0].layer;
+        const uint4* from = layer.matrix[side] + (i64)h * OPERANDS;
+        if (STAGED && job.layer != there) {
+            there = job.layer;
             __syncthreads();
-            const uint4* from = layers[there].matrix[side] + (i64)h * OPERANDS;
             for (int i = threadIdx.x; i < OPERANDS; i += blockDim.x) staged[i] = from[i];
             __syncthreads();
         }
-        const uint4* matrix = (STAGED && job.layer == there ? staged : layer.matrix[side] + (i64)h * OPERANDS) + lane;
         float y[VALUES / 2][4];
         #pragma unroll
         for (int t = 0; t < VALUES / 2; t++)
             #pragma unroll
             for (int e = 0; e < 4; e++) y[t][e] = 0.f;
-        if (COPIED) {
-            wait_for_copies();
-            __syncwarp();
-            #pragma unroll
-            for (int k = 0; k < D / 16; k++) {
-                Operands x[2];
-                x[0].fetch(copied + r * PITCH, 16 * k + 4 * c);
-                x[1].fetch(copied + (r + 8) * PITCH, 16 * k + 4 * c);
-                multiply(y, x, matrix + k * (D / 8) * 32);
-            }
-            __syncwarp();
-            if (j0 + GROUPS < last) send(min(j + GROUPS, last - 1));
-        } else {
-            const u8* rows = job.rows[side] + (h * job.head[side] + (16 * warp + r) * job.row[side]) * SIZE;
-            #pragma unroll 1
-            for (int k0 = 0; k0 < D / 16; k0 += AHEAD) {
-                Operands x[AHEAD][2];
-                #pragma unroll
-                for (int k = 0; k < AHEAD; k++)
-                    #pragma unroll
-                    for (int i = 0; i < 2; i++)
-                        if (k0 + k < D / 16) x[k][i].fetch(rows + 8 * i * job.row[side] * SIZE, 16 * (k0 + k) + 4 * c);
-                #pragma unroll
-                for (int k = 0; k < AHEAD; k++)
-                    if (k0 + k < D / 16) multiply(y, x[k], matrix + (k0 + k) * (D / 8) * 32);
-            }
+#if COPIED
+        wait_for_copies();
+        __syncwarp();
+        #pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            Pair x[4];
+            load_matrices(x, shared_address(copied + (lane & 15) * PITCH + 32 * k + (lane >> 4) * 16));
+            multiply(y, x, staged + k * (D / 8) * 32 + lane);
         }
+        __syncwarp();
+        if (next < last) send(mine(next));
+#else
+        const u8* rows = job.rows[side] + (h * job.head[side] + (16 * warp + r) * job.row[side]) * SIZE;
+        #pragma unroll 1
+        for (int k0 = 0; k0 < D / 16; k0 += AHEAD) {
+            Pair x[AHEAD][4];
+            #pragma unroll
+            for (int k = 0; k < AHEAD; k++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (k0 + k < D / 16) x[k][i] = *(const Pair*)(rows + (8 * (i & 1) * job.row[side] + 16 * (k0 + k) + 2 * c + 8 * (i >> 1)) * SIZE);
+            #pragma unroll
+            for (int k = 0; k < AHEAD; k++)
+                if (k0 + k < D / 16) multiply(y, x[k], (STAGED ? staged : from) + (k0 + k) * (D / 8) * 32 + lane);
+        }
+#endif
         u8* record = layer.records + job.page * RECORD_BYTES;
         if (side == 1) {
             for (int i = thread; i < D; i += 32 * WARPS) {

@@ -49,8 +49,7 @@ class Geometry:
         """Shared memory of a block: sums over a page's rows, the matrix, and rows on their way."""
         sums = 4 * GROUPS * (WARPS * self.head_dim + self.head_dim + WARPS * 10)
         matrix = 4 * self.head_dim**2 if self.head_dim <= STAGED_DIM else 0
-        pitch = 2 * self.head_dim + 4 * ((8 - self.head_dim // 2) % 32)
-        copied = GROUPS * PAGE_TOKENS * pitch if matrix and self.kind != KINDS[torch.float32] else 0
+        copied = GROUPS * PAGE_TOKENS * (2 * self.head_dim + 16) if matrix and self.kind != KINDS[torch.float32] else 0
         return -(-sums // 16) * 16 + matrix + copied
 
 
@@ -88,8 +87,9 @@ def operands(matrices: Tensor) -> Tensor:
     dim = matrices.shape[-1]
     lane = torch.arange(32, device=matrices.device)
     r, c = lane // 4, lane % 4
-    # Channels of a row: lane c has 16 k + 4 c + 0..3.
-    row = 16 * torch.arange(dim // 16, device=matrices.device)[:, None, None] + 4 * c[:, None] + torch.arange(4).to(c)
+    # Channels of a row: lane c has 16 k + 2 c + {0, 1, 8, 9}.
+    four = torch.tensor([0, 1, 8, 9]).to(c)
+    row = 16 * torch.arange(dim // 16, device=matrices.device)[:, None, None] + 2 * c[:, None] + four
     # Channels of the result: number 2 t + e of lane c' is p D/4 + c' D/16 + j, as c' and e make up the tile's column r.
     number = 2 * torch.arange(dim // 8, device=matrices.device)[:, None] + r % 2
     each = dim // 16
