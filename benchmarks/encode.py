@@ -19,14 +19,14 @@ from report import write_csv
 from triton.testing import do_bench
 
 from lamina.attention.cuda.decode import NewRows, transform_queries
-from lamina.attention.cuda.encode import CudaPageWriter, _jobs
+from lamina.attention.cuda.encode import CudaPageWriter, jobs_of
 from lamina.attention.types import ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile
 from lamina.basis.transforms import LayerTransform
 from lamina.codec import CodecConfig
 from lamina.pages import Budget, LayerStore, WindowConfig
-from lamina.pages.writer import FilledPages
+from lamina.pages.writer import by_page
 
 PAGE = 64
 LAYERS = 36
@@ -59,8 +59,8 @@ def chunk_ms(tokens: int, bits: int, heads: int, dim: int, rule: str) -> tuple[f
     n = tokens // PAGE
     store.arena.reserve(n, 6 * n, 1)
     pages = store.arena.open(list(range(0, tokens, PAGE)), [False] * n, [False] * n)
-    jobs = _jobs(FilledPages(pages, k, v))
-    jobs[:, 6], jobs[:, 7:9] = torch.tensor(pages), bits
+    jobs = jobs_of(pages, by_page(k), by_page(v))
+    jobs[:, 7:9] = bits
     jobs[:, 9:15] = store.arena.close(pages, (bits, bits))
     jobs, layers = jobs.cuda(), writer.layer(store.arena)[None].cuda()
     ours = median_ms(lambda: writer.launch(jobs, layers))
@@ -94,8 +94,8 @@ def step_us(batch: int, heads: int, group: int, dim: int) -> dict[str, float]:
         rows = torch.randn(batch, 2, heads, PAGE, dim, device="cuda", dtype=torch.bfloat16)
         store.arena.reserve(batch, 0, 0)
         pages = store.arena.open([0] * batch, [False] * batch, [False] * batch)
-        own = torch.cat([_jobs(FilledPages([p], x[0], x[1])) for p, x in zip(pages, rows)])
-        own[:, 6], own[:, 7:9], own[:, 9:15], own[:, 15] = torch.tensor(pages), 2, -1, i
+        own = jobs_of(pages, rows[:, 0], rows[:, 1])
+        own[:, 7:9], own[:, 9:15], own[:, 15] = 2, -1, i
         jobs.append(own)
         tables.append(store.writer.layer(store.arena))  # type: ignore[attr-defined]
     all_jobs, all_tables = torch.cat(jobs).cuda(), torch.stack(tables).cuda()

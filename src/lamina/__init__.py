@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lamina.control.state import Controller as Controller
     from lamina.control.trace import Trace as Trace
     from lamina.engines.hf import LaminaCache as LaminaCache
+    from lamina.engines.hf_graph import DecodeGraph as DecodeGraph
     from lamina.pages import WindowConfig as WindowConfig
 
 _EXPORTS = {
@@ -32,6 +33,7 @@ _EXPORTS = {
     "CodecConfig": "lamina.codec",
     "Controller": "lamina.control.state",
     "ControllerConfig": "lamina.control.config",
+    "DecodeGraph": "lamina.engines.hf_graph",
     "LaminaCache": "lamina.engines.hf",
     "Profile": "lamina.basis.profile",
     "Trace": "lamina.control.trace",

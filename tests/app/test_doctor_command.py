@@ -28,9 +28,7 @@ def test_this_machine_works():
 def test_table(lamina):
     result = lamina("doctor")
     assert result.exit_code == 0, result.output
-    assert all(
-        name in result.stdout for name in (*CORE, "cuda", "triton", "gguf", "datasets", "cache folder", "memory")
-    )
+    assert all(name in result.stdout for name in (*CORE, "cuda", "gguf", "datasets", "cache folder", "memory"))
 
 
 def test_json(lamina):
@@ -77,15 +75,19 @@ def test_missing_extras_do_not_matter(monkeypatch, package, fix):
     assert is_usable(list(checks.values()))
 
 
-def test_a_gpu_is_limited_in_this_version(monkeypatch):
+@pytest.mark.parametrize(("capability", "why"), [((7, 5), "capability 8.0"), ((9, 0), "on device 0")])
+def test_a_gpu_without_kernels_is_limited(monkeypatch, capability, why):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "Test GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (2**30, 2**31))
     check = by_name()["cuda"]
     assert check.state == "limited"
-    assert "Test GPU, capability 9.0, 1.0 of 2.0 GiB free" in check.found
+    assert (
+        f"Test GPU, capability {capability[0]}.{capability[1]}, 1.0 of 2.0 GiB free" in check.found
+        and why in check.found
+    )
     assert "plain torch" in check.found
 
 

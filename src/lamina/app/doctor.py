@@ -48,7 +48,6 @@ def examine() -> list[Check]:
     }
     others = {
         "cuda": _cuda,
-        "triton": _triton,
         "gguf": _gguf,
         "datasets": _datasets,
         "cache folder": _cache_folder,
@@ -127,15 +126,31 @@ def _cuda() -> tuple[State, str, str]:
         free, total = torch.cuda.mem_get_info(i)
         name = torch.cuda.get_device_name(i)
         devices.append(f"{name}, capability {major}.{minor}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
-    note = "; this version has no GPU kernels: attention there runs in plain torch, correct but slow"
-    return "limited", "; ".join(devices) + note, "use it for calibration and for checking results"
+    problem = next((why for why in map(_kernel_problem, range(len(devices))) if why is not None), None)
+    if problem is not None:
+        slow = f"; no kernels: {problem}; attention and encoding run in plain torch there, correct but slow"
+        return "limited", "; ".join(devices) + slow, "use an NVIDIA GPU of capability 8.0 or newer, and torch with CUDA"
+    return "ok", "; ".join(devices) + "; kernels compile and run: decoding, prompts, encoding, CUDA graphs", ""
 
 
-def _triton() -> tuple[State, str, str]:
-    version = _version("triton")
-    if version is None:
-        return "missing", "not installed", "nothing: this version has no GPU kernels that need it"
-    return "limited", f"{version}, unused: this version has no GPU kernels yet", ""
+def _kernel_problem(index: int) -> str | None:
+    """Why the CUDA kernels do not work on a device; None if the smallest of them does."""
+    import torch
+
+    from lamina.attention.cuda.decode import OLDEST
+    from lamina.attention.cuda.tables import Patches
+    from lamina.errors import LaminaError
+
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index) < OLDEST:
+        return f"device {index} is no NVIDIA GPU of capability {'.'.join(map(str, OLDEST))} or newer"
+    try:
+        table = torch.zeros(3, 2, dtype=torch.int32, device=f"cuda:{index}")
+        patches = Patches(table.device)
+        patches(table, torch.tensor([1]), torch.tensor([[5, 7]], dtype=torch.int32))
+        patches.flush()
+        return None if table.tolist() == [[0, 0], [5, 7], [0, 0]] else f"a kernel writes {table.tolist()}"
+    except (LaminaError, RuntimeError, AssertionError) as error:
+        return f"on device {index}, {str(error).splitlines()[0]}"
 
 
 def _gguf() -> tuple[State, str, str]:

@@ -25,6 +25,7 @@ from lamina.control.config import ControllerConfig, Policy
 from lamina.control.trace import Trace
 from lamina.control.tuning import settings_of
 from lamina.engines.hf import LaminaCache, cache_kwarg
+from lamina.engines.hf_graph import DecodeGraph
 from lamina.errors import ConfigError, DataError
 from lamina.pages import WindowConfig
 
@@ -176,6 +177,8 @@ def run_generation(request: GenerationRequest, screen: Screen, *, stream: bool =
         write = screen.write
         if request.watch:
             write = watching.enter_context(Watch(cache, screen.err)).write
+        if loaded.model.device.type == "cuda" and DecodeGraph.problem(loaded.model, cache) is None:
+            watching.enter_context(DecodeGraph(loaded.model, cache))
         done = generate_text(
             loaded,
             ids,

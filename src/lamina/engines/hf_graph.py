@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lamina.attention.cuda.decode import NewRows, attend_cuda
+from lamina.attention.cuda.decode import COLUMNS_PER_TILE, MOST_DIM, MOST_TILES, NewRows, attend_cuda
 from lamina.attention.cuda.tables import Patches
 from lamina.attention.dispatch import announce_once
 from lamina.codec import PAGE_TOKENS, TIERS
@@ -57,6 +57,8 @@ class DecodeGraph:
             output = model.generate(**inputs, max_new_tokens=500, cache=cache)
     """
 
+    _anywhere = False
+
     def __init__(self, model: PreTrainedModel, cache: LaminaCache, reserve: int = RESERVE) -> None:
         if not isinstance(cache, LaminaCache):
             raise ConfigError(f"cache is a {type(cache).__name__}; give the LaminaCache that the model runs with")
@@ -64,7 +66,9 @@ class DecodeGraph:
             raise ConfigError(f"reserve={reserve!r} must be at least {PAGE_TOKENS} tokens")
         self.model, self.cache, self.reserve = model, cache, reserve
         self.device = model.device
-        self._check()
+        problem = self.problem(model, cache)
+        if problem is not None:
+            raise ConfigError(problem)
         self.forward: Callable[..., Any] = model.forward
         self._graphs: dict[bool, Any] = {}
         self._outputs: dict[bool, Any] = {}
@@ -77,22 +81,21 @@ class DecodeGraph:
         self._views: dict[int, StoreView] = {}
         self._on_device: list[int] = []
 
-    def _check(self) -> None:
-        cache = self.cache
-        self._check_device()
+    @classmethod
+    def problem(cls, model: PreTrainedModel, cache: LaminaCache) -> str | None:
+        """Why a model's steps cannot be captured; None if they can."""
+        if model.device.type != "cuda" and not cls._anywhere:
+            return f"the model is on {model.device}; CUDA graphs need an NVIDIA GPU"
         if cache.hosts:
-            raise ConfigError(
-                f"layers {cache.hosts} keep transformers' own cache, whose steps cannot be captured; decode without a "
-                "graph"
-            )
-        if len({p.device for p in self.model.parameters()}) > 1:
-            raise ConfigError("the model is spread over several devices; a step is captured on one")
+            return f"layers {cache.hosts} keep transformers' own cache, whose steps cannot be captured"
+        if len({p.device for p in model.parameters()}) > 1:
+            return "the model is spread over several devices; a step is captured on one"
         if cache.controller is not None and cache.controller.config.canary == Canary.RING:
-            raise ConfigError("the ring canary reads its keys on the host; use the anchored canary, or no graph")
-
-    def _check_device(self) -> None:
-        if self.device.type != "cuda":
-            raise ConfigError(f"the model is on {self.device}; CUDA graphs need an NVIDIA GPU")
+            return "the ring canary reads its keys on the host; use the anchored canary, or no graph"
+        for layer in cache.geometry.packed.values():
+            if layer.head_dim > MOST_DIM:
+                return f"the head dimension is {layer.head_dim}; the kernels take up to {MOST_DIM}"
+        return None
 
     def __enter__(self) -> "DecodeGraph":
         """Take over the model's decode steps."""
@@ -302,6 +305,11 @@ class DecodeGraph:
 
     def attend(self, layer: LaminaLayer, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         """Append rows and attend, on the device alone: ``[B, 1, Hq, D]``."""
+        if query.shape[1] // key.shape[1] > MOST_TILES * COLUMNS_PER_TILE:
+            raise ConfigError(
+                f"layer {layer.index}: {query.shape[1]} query heads on {key.shape[1]} KV heads; the kernels take up to "
+                f"{MOST_TILES * COLUMNS_PER_TILE} a KV head; decode without a graph"
+            )
         rows = gaussian_rows(self.cache.codec, key.shape[-1]) if self._measured else None
         basis = replace(layer.basis, softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"), rows=rows)
         new = NewRows(key, value, self._wrong, layer.index + 1)

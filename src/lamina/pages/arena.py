@@ -105,6 +105,8 @@ class Arena:
 
     def open(self, starts: list[int], exact: list[bool], held: list[bool]) -> list[int]:
         """Empty open pages for one sequence, from reserved slots: whether they have exact rows, and who holds them."""
+        if not starts:
+            return []
         pages = [self.pages.allocate() for _ in starts]
         rows = [new_row(start) for start in starts]
         for row, has_rows in zip(rows, exact):

@@ -10,14 +10,14 @@ from torch import Tensor
 from lamina.codec import PAGE_TOKENS
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.errors import CacheStateError, MemoryBudgetError, NonFiniteError
-from lamina.pages.arena import Arena
+from lamina.pages.arena import USERS, Arena
 from lamina.pages.config import WindowConfig
 from lamina.pages.ids import PageIds, Tell, tell
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import Budget
 from lamina.pages.table import EXACT, FINE, ROWS, START, TIER
 from lamina.pages.view import StoreView
-from lamina.pages.writer import FilledPages, PageWriter
+from lamina.pages.writer import FilledPages, PageWriter, by_page
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,18 @@ class LayerStore:
         """
         self.settle()
         self._bits, _ = self._make_room([1] * len(self.sequences), cut)
-        for b, s in enumerate(self.sequences):
-            page = self._open_page(s)
-            if page is None:
-                self._start_pages(b, [s.length], [True])
-                self.arena.set_rows([s.pages[-1]], 0)
-            elif self.arena.users(page) > 1:
-                self._own(s, self.arena.cell(page, ROWS))
+        last = torch.tensor([s.pages[-1] if s.pages else -1 for s in self.sequences], dtype=torch.long)
+        is_open = (last >= 0) & (self.arena.table[last, TIER] == 0)
+        for b in (is_open & (self.arena.counts[last, USERS] > 1)).nonzero()[:, 0].tolist():
+            self._own(self.sequences[b], self.arena.cell(self.sequences[b].pages[-1], ROWS))
+        new = (~is_open).nonzero()[:, 0].tolist()
+        starts = [self.sequences[b].length for b in new]
+        held = [start >= self.window.sink for start in starts]
+        for b, page, holds in zip(new, self.arena.open(starts, [True] * len(new), held), held):
+            sequence = self.sequences[b]
+            self.ids.add(b, len(sequence.pages), [page])
+            sequence.pages.append(page)
+            sequence.held += [page] * holds
         self._open = torch.tensor([s.pages[-1] for s in self.sequences], dtype=torch.long)
 
     def end_step(self) -> None:
@@ -207,7 +212,7 @@ class LayerStore:
         full = self._open[self.arena.count_row(self._open) == PAGE_TOKENS].tolist()
         if full:
             rows = self.arena.exact.data[0][self.arena.table[full, EXACT].long()]
-            self._close([FilledPages([page], k, v) for page, (k, v) in zip(full, rows)], self._bits, [])
+            self._close([FilledPages(full, rows[:, 0], rows[:, 1])], self._bits, [])
             self._open = self._open[:0]
 
     def reserve(self, tokens: int, bits: tuple[int, int]) -> None:
@@ -564,7 +569,7 @@ class LayerStore:
             self.arena.set_rows(pages[whole:], (tokens - done) % PAGE_TOKENS)
         if whole:
             rows = slice(done, done + whole * PAGE_TOKENS)
-            filled.append(FilledPages(pages[:whole], k[:, rows], v[:, rows]))
+            filled.append(FilledPages(pages[:whole], by_page(k[:, rows]), by_page(v[:, rows])))
         kept = [self._keeps_exact(start, sequence.length, CUTS[0].windows) for start in starts]
         return [start for start, has, should in zip(starts, exact, kept) if should and not has]
 
@@ -575,8 +580,8 @@ class LayerStore:
         self.arena.write(page, rows, k[:, :n], v[:, :n])
         self.arena.set_rows([page], rows + n)
         if rows + n == PAGE_TOKENS:
-            slot = self.arena.exact.data[0][self.arena.cell(page, EXACT)]
-            filled.append(FilledPages([page], slot[0], slot[1]))
+            rows_of = self.arena.exact.data[0][self.arena.cell(page, EXACT), :, None]
+            filled.append(FilledPages([page], rows_of[0], rows_of[1]))
         return n
 
     def _start_pages(self, b: int, starts: list[int], exact: list[bool]) -> list[int]:

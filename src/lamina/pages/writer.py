@@ -15,7 +15,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class FilledPages:
-    """Pages of one sequence that follow each other, and their rows, K and V ``[H, 64 n, D]``."""
+    """Pages and their rows, K and V ``[n, H, 64, D]``."""
 
     pages: list[int]
     k: Tensor
@@ -48,11 +48,10 @@ class EncodingWriter:
     def write(self, arena: Arena, filled: list[FilledPages], bits: tuple[int, int]) -> None:
         """Close these pages at a tier, and write their codes and predicted losses."""
         pages = [page for one in filled for page in one.pages]
-        rows = [[_by_page(x).split(1) for x in (one.k, one.v)] for one in filled]
-        k, v = ([page for one in rows for page in one[side]] for side in (0, 1))
+        k, v = [x for one in filled for x in one.k], [x for one in filled for x in one.v]
         for i in range(0, len(pages), BATCH):
             at = slice(i, i + BATCH)
-            self._write(arena, pages[at], torch.cat(k[at]), torch.cat(v[at]), bits)
+            self._write(arena, pages[at], torch.stack(k[at]), torch.stack(v[at]), bits)
 
     def _write(self, arena: Arena, pages: list[int], k: Tensor, v: Tensor, bits: tuple[int, int]) -> None:
         slots = arena.close(pages, bits).long()
@@ -69,6 +68,6 @@ class EncodingWriter:
         arena.loss[ids] = self.encoder.shed_loss(*(e.truncation_mse for e in encoded))
 
 
-def _by_page(rows: Tensor) -> Tensor:
-    """``[H, 64 n, D]`` -> ``[n, H, 64, D]``."""
+def by_page(rows: Tensor) -> Tensor:
+    """Rows of whole pages, ``[H, 64 n, D]`` -> ``[n, H, 64, D]``, a view."""
     return rows.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)

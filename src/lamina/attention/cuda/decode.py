@@ -135,7 +135,7 @@ class Geometry:
         slots = processors * self.blocks
         most = max(1, min(-(-pages // (2 * WARPS)), MOST_WAVES * slots // rows))
         shares = [n * rows / (-(-n * rows // slots) * slots) for n in range(1, most + 1)]
-        return 1 + next(i for i, share in enumerate(shares) if share >= 0.9 * max(shares))
+        return 1 + next(i for i, share in enumerate(shares) if share >= 0.96 * max(shares))
 
 
 def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:

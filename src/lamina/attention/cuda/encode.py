@@ -122,9 +122,8 @@ class CudaPageWriter:
         """Close these pages at a tier, and write their codes and predicted losses."""
         pages = [page for one in filled for page in one.pages]
         slots = arena.close(pages, bits)
-        kept = [_readable(one) for one in filled]
-        jobs = torch.cat([_jobs(one) for one in kept])
-        jobs[:, 6] = torch.tensor(pages)
+        kept = [(one.pages, _readable(one.k), _readable(one.v)) for one in filled]
+        jobs = torch.cat([jobs_of(*one) for one in kept])
         jobs[:, 7:9] = torch.tensor(bits)
         jobs[:, 9:15] = slots
         truncation = self.launch(jobs, self.layer(arena)[None])
@@ -162,20 +161,17 @@ class CudaPageWriter:
         return truncation
 
 
-def _readable(one: FilledPages) -> FilledPages:
-    """Rows that can be read 16 bytes at a time."""
-
-    def is_aligned(x: Tensor) -> bool:
-        return x.stride(2) == 1 and not any(n * x.itemsize % 16 for n in x.stride()[:2]) and x.data_ptr() % 16 == 0
-
-    k, v = (x if is_aligned(x) else x.contiguous() for x in (one.k, one.v))
-    return FilledPages(one.pages, k, v)
+def _readable(x: Tensor) -> Tensor:
+    """Rows ``[n, H, 64, D]`` that can be read 16 bytes at a time."""
+    aligned = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(n * x.itemsize % 16 for n in x.stride()[:3])
+    return x if aligned else x.contiguous()
 
 
-def _jobs(one: FilledPages) -> Tensor:
-    jobs = torch.zeros(len(one.pages), 16, dtype=torch.int64)
-    for side, rows in enumerate((one.k, one.v)):
-        step = PAGE_TOKENS * rows.stride(1) * rows.itemsize
-        jobs[:, side] = rows.data_ptr() + step * torch.arange(len(one.pages))
-        jobs[:, 2 + side], jobs[:, 4 + side] = rows.stride(0), rows.stride(1)
+def jobs_of(pages: list[int], k: Tensor, v: Tensor) -> Tensor:
+    """Jobs of pages and their rows ``[n, H, 64, D]``, less their bits and slots; see :meth:`CudaPageWriter.launch`."""
+    jobs = torch.zeros(len(pages), 16, dtype=torch.int64)
+    for side, rows in enumerate((k, v)):
+        jobs[:, side] = rows.data_ptr() + rows.stride(0) * rows.itemsize * torch.arange(len(pages))
+        jobs[:, 2 + side], jobs[:, 4 + side] = rows.stride(1), rows.stride(2)
+    jobs[:, 6] = torch.tensor(pages)
     return jobs
