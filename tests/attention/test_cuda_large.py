@@ -81,6 +81,7 @@ def test_pages_are_encoded_far_away() -> None:
             budget=Budget(),
         )  # fmt: skip
         if place == "cuda":
+            store.holds_storage = True
             for pool in store.arena.pools:
                 pool.reserve(2**31 // pool.data[0].shape[1:].numel() + 20)
                 pool.free.reverse()

@@ -50,10 +50,12 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
     if few and device == "cpu" and view.exact.dtype in CPU_KERNEL_DTYPES:
         from lamina.attention.cpu import attend_cpu
 
+        announce_once("attention: decoding on the CPU reads packed planes in a compiled kernel", slow=False)
         return attend_cpu(q_bhtd, view, basis).with_sinks(basis.sinks)
     if device == "cuda":
         from lamina.attention.cuda import decode, prefill
 
+        announce_once("attention: CUDA kernels read packed planes, compiled on first use", slow=False)
         if few and decode.why_not(q_bhtd, view) is None:
             return decode.attend_cuda(q_bhtd, view, basis).with_sinks(basis.sinks)
         reason = prefill.why_not(q_bhtd, view) if basis.rows is None else "errors are to be measured"
@@ -68,8 +70,8 @@ def attend(q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tenso
     return attend_blocked(q_bhtd, view, basis, chunk).with_sinks(basis.sinks)
 
 
-def announce_once(what: str) -> None:
-    """Log which path is taken, once."""
+def announce_once(what: str, *, slow: bool = True) -> None:
+    """Log which path is taken, once; one that is slower than what the machine could do as a warning."""
     if what not in _announced:
         _announced.add(what)
-        logger.warning("%s", what)
+        logger.log(logging.WARNING if slow else logging.INFO, "%s", what)

@@ -50,11 +50,13 @@ class DecodeGraph:
 
     Examples
     --------
-    .. code-block:: python
-
-        cache = LaminaCache(model, profile)
-        with DecodeGraph(model, cache):
-            output = model.generate(**inputs, max_new_tokens=500, cache=cache)
+    >>> from contextlib import nullcontext
+    >>> from lamina import DecodeGraph, LaminaCache, Profile
+    >>> cache = LaminaCache(model, Profile.load("model.profile"))
+    >>> with DecodeGraph(model, cache) if model.device.type == "cuda" else nullcontext():
+    ...     output = model.generate(**inputs, max_new_tokens=5, cache=cache)
+    >>> output.shape[1] - inputs["input_ids"].shape[1]
+    5
     """
 
     _anywhere = False

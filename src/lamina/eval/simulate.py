@@ -52,7 +52,7 @@ class RowStore:
     """What a :class:`lamina.pages.LayerStore` does, with rows that never change."""
 
     def __init__(self, empty: Any) -> None:
-        self.empty = self.encoder = empty
+        self.empty = empty
         self.dtype, self.device = empty.exact[0].dtype, empty.exact[0].device
         self.sequences: list[Any] = []
 
@@ -106,7 +106,8 @@ class SimulatedLayer(LaminaLayer):
         """Create the store."""
         profile = self.cache.profile.layers[self.index]
         none = torch.empty((profile.n_kv_heads, 0, profile.head_dim), dtype=dtype, device=device)
-        self.store = RowStore(self.cache.empty_rows(self.index, none))
+        self.encoder = self.cache.empty_rows(self.index, none)
+        self.store = RowStore(self.encoder)
         t = profile.transform
         self.basis = ReadBasis(t.q_forward, t.v_forward, t.mean_v, profile.kappa, self.cache.scaling[self.index])
         self.is_initialized = True

@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
     // Pages of one layer are taken together, two at a time; a group without one of its own works on the other's, in vain.
     const auto alike = [&](int j0) { return j0 + 1 < last && jobs[j0 + 1].layer == jobs[j0].layer; };
     const auto mine = [&](int j0) { return alike(j0) ? j0 + group : j0; };
-    i64 there = -1;
+    int there = -1;
 #if COPIED
     // A warp's own rows, of the page after the one at hand.
     u8* copied = (u8*)(staged + OPERANDS) + (group * 64 + 16 * warp) * PITCH;
@@ -393,10 +393,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         const Job& job = jobs[j];
         const Layer& layer = layers[job.layer];
         const uint4* from = layer.matrix[side] + (i64)h * OPERANDS;
-        if (STAGED && job.layer != there) {
-            there = job.layer;
+        if (STAGED && (int)job.layer != there) {
+            there = (int)job.layer;
             __syncthreads();
-            for (int i = threadIdx.x; i < OPERANDS; i += blockDim.x) staged[i] = from[i];
+            #pragma unroll 4
+            for (int i = threadIdx.x; i < OPERANDS; i += 32 * WARPS * GROUPS) copy_16(shared_address(staged + i), from + i);
+            end_group();
+            wait_for_copies();
             __syncthreads();
         }
         float y[VALUES / 2][4];

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the CPU, against the oracle: the cases of the other paths, and random ones."""
+"""The CUDA kernels, run on the CPU and on a GPU where there is one, against the oracle: given cases and random ones."""
 
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -6,10 +6,11 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from host import needs_compiler, on_host
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_cuda import basis_on_gpu, on_gpu
 from test_paths import CASES, Case, build, shed_some
+from torch import Tensor
 
 import oracle
 from helpers import (
@@ -24,14 +25,16 @@ from helpers import (
     relative_error,
     stored,
 )
+from host import needs_compiler, on_host
 from lamina.attention.cuda import decode
 from lamina.attention.cuda.decode import MOST_DIM, attend_cuda
-from lamina.attention.types import AttentionOutput
+from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import PAGE_TOKENS, CodecConfig
 from lamina.codec.gaussian import gaussian_rows
-from lamina.pages import WindowConfig
+from lamina.pages import StoreView, WindowConfig
 
 pytestmark = needs_compiler
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 
 COLUMNS = 16
 SERVED = [case for case in CASES if case.dim <= MOST_DIM and case.group <= COLUMNS]
@@ -40,9 +43,18 @@ PLAIN = ("wide", "bf16", "softcap", "mixed-shed")
 TIERS = [(k, v) for k in (2, 4, 8) for v in (2, 4, 8)]
 
 
-@pytest.fixture(autouse=True)
-def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_host(monkeypatch, decode)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "cpu":
+        on_host(monkeypatch, decode)
+    return request.param
+
+
+def attend_on(device: str, q: Tensor, view: StoreView, basis: ReadBasis, splits: int | None) -> AttentionOutput:
+    if device == "cuda":
+        q, view, basis = q.cuda(), on_gpu(view), basis_on_gpu(basis)
+    found = attend_cuda(q, view, basis, splits=splits).with_sinks(basis.sinks)
+    return AttentionOutput(**{name: x if x is None else x.cpu() for name, x in vars(found).items()})
 
 
 def errors(got: AttentionOutput, expected: tuple[np.ndarray, ...]) -> list[float]:
@@ -62,7 +74,7 @@ def errors(got: AttentionOutput, expected: tuple[np.ndarray, ...]) -> list[float
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda c: c.id)
-def test_decode(case: Case) -> None:
+def test_decode(device: str, case: Case) -> None:
     """As many query tokens as the kernels take, while the sequences grow."""
     store, basis, q, k, v = build(case)
     theirs, most = oracle_basis(basis), min(8, COLUMNS // case.group)
@@ -73,12 +85,12 @@ def test_decode(case: Case) -> None:
             shed_some(store, case.shed)
         view, q_now = store.view(), q[:, :, max(0, end - most) : end].to(case.dtype)
         expected = oracle.attend(q_now.float().numpy(), stored(view), theirs)
-        got = attend_cuda(q_now, view, basis, splits=next(splits)).with_sinks(basis.sinks)
+        got = attend_on(device, q_now, view, basis, next(splits))
         worst = max(errors(got, expected))
         assert worst < (1e-2 if case.dtype == torch.bfloat16 else 5e-3), f"{worst} after {end} tokens"
         at = end
     if case.id in PLAIN:
-        plain = attend_cuda(q_now, view, replace(basis, rows=None), splits=3).with_sinks(basis.sinks)
+        plain = attend_on(device, q_now, view, replace(basis, rows=None), 3)
         assert plain.spread is None and torch.allclose(plain.out.float(), got.out.float(), atol=1e-5)
 
 
@@ -106,9 +118,9 @@ KINDS = [
 ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(KINDS), data=st.data())
-def test_decode_of_random_sequences(kind: Kind, data: st.DataObject) -> None:
+def test_decode_of_random_sequences(device: str, kind: Kind, data: st.DataObject) -> None:
     """Sequences of different lengths, grown in pieces and cropped; undefined memory holds NaN."""
     tokens = data.draw(st.integers(*kind.tokens), "query tokens")
     batch = data.draw(st.integers(1, 3), "batch")
@@ -147,6 +159,6 @@ def test_decode_of_random_sequences(kind: Kind, data: st.DataObject) -> None:
     view = store.view()
     expected = oracle.attend(q.double().numpy(), stored(view), oracle_basis(basis))
     poison(store)
-    got = attend_cuda(q, view, basis, splits=data.draw(st.integers(1, 5), "splits"))
+    got = attend_on(device, q, view, basis, data.draw(st.integers(1, 5), "splits"))
     assert got.out.dtype == kind.dtype and (got.spread is None) == (not kind.measured)
     assert max(errors(got, expected)) < 1e-3
