@@ -31,6 +31,16 @@ void __syncthreads() {
     at_barrier = 0;
     for (int i = 0; i < count; i++) warps[i / 32].can_go |= 1u << i % 32;
 }
+// As many threads wait for each other at one of several barriers.
+void sync_some(int barrier, int n) {
+    using namespace host;
+    self->waits_at = "sync_some";
+    self->mask = barrier;
+    at_some[barrier].push_back((int)(self - threads));
+    if ((int)at_some[barrier].size() < n) return pause();
+    for (const int i : at_some[barrier]) warps[i / 32].can_go |= 1u << i % 32;
+    at_some[barrier].clear();
+}
 void __syncwarp(u32 mask = ~0u) {
     int nothing;
     host::together("__syncwarp", mask, nothing, [](int*(&)[32]) {});

@@ -80,6 +80,7 @@ Thread threads[MOST_THREADS], *self;
 Warp warps[MOST_THREADS / 32];
 Place loop;
 int count, at_barrier;
+std::vector<int> at_some[16];
 char* stacks;
 char error[1000];
 u32 random_bits;
@@ -155,6 +156,7 @@ void describe_what_waits() {
 void run_block(int shared) {
     memset(__start_block_memory, 0xff, __stop_block_memory - __start_block_memory);
     at_barrier = 0;
+    for (auto& waiting : at_some) waiting.clear();
     for (int i = 0; i < count; i++) {
         Thread& x = threads[i];
         x.lane = i % 32;

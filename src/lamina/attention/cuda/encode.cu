@@ -290,8 +290,13 @@ DEVICE void add_reading(Rows<BITS>& x, int read, const float (&base)[2], const f
 }
 
 struct Smem {
-    float columns[GROUPS][WARPS][D], center[GROUPS][D], tops[GROUPS][WARPS], totals[GROUPS][WARPS][ALL_SUMS];
+    // What warps tell each other has two places, so that the next page's numbers do not replace this one's.
+    float columns[GROUPS][2][WARPS][D], totals[GROUPS][2][WARPS][ALL_SUMS];
+    float center[GROUPS][WARPS][D];  // what is taken off rows: a warp's own
 };
+
+// Channel of a warp's i-th number, D/4 for each lane of a quad.
+DEVICE int channel_of(int i) { const int s = i % VALUES; return s / BYTES * (D / 4) + i / VALUES * BYTES + s % BYTES; }
 
 // Sums of a lane's numbers over the rows of its warp: a lane halves what it is in charge of twice.
 DEVICE void add_columns(float (&y)[VALUES / 2][4], float* to, int r, int c) {
@@ -368,9 +373,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
     uint4* staged = shared + (sizeof(Smem) + 15) / 16;
     constexpr int SIZE = KIND == 0 ? 4 : 2, OPERANDS = (D / 16) * (D / 8) * 32;
     const int first = (int)((i64)n_jobs * blockIdx.x / gridDim.x), last = (int)((i64)n_jobs * (blockIdx.x + 1) / gridDim.x);
-    // Pages of one layer are taken together, two at a time; a group without one of its own works on the other's, in vain.
+    // Pages of one layer are taken together, two at a time; a group without one of its own waits for the next.
     const auto alike = [&](int j0) { return j0 + 1 < last && jobs[j0 + 1].layer == jobs[j0].layer; };
     const auto mine = [&](int j0) { return alike(j0) ? j0 + group : j0; };
+    float* center = S.center[group][warp];
     int there = -1;
 #if COPIED
     // A warp's own rows, of the page after the one at hand.
@@ -386,21 +392,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
     };
     if (first < last) send(mine(first));
 #endif
-    for (int j0 = first, next; j0 < last; j0 = next) {
+    for (int j0 = first, next, turn = 0; j0 < last; j0 = next, turn ^= 1) {
         next = j0 + (alike(j0) ? 2 : 1);
         const int j = mine(j0);
-        const bool active = j == j0 + group;
         const Job& job = jobs[j];
         const Layer& layer = layers[job.layer];
         const uint4* from = layer.matrix[side] + (i64)h * OPERANDS;
-        if (STAGED && (int)job.layer != there) {
+        if ((int)job.layer != there) {
             there = (int)job.layer;
             __syncthreads();
-            #pragma unroll 4
-            for (int i = threadIdx.x; i < OPERANDS; i += 32 * WARPS * GROUPS) copy_16(shared_address(staged + i), from + i);
-            end_group();
+            if (STAGED) {
+                #pragma unroll 4
+                for (int i = threadIdx.x; i < OPERANDS; i += 32 * WARPS * GROUPS) copy_16(shared_address(staged + i), from + i);
+                end_group();
+            }
+            if (side == 1)
+                for (int i = lane; i < D; i += 32) center[i] = layer.shift[h * D + channel_of(i)];
             wait_for_copies();
             __syncthreads();
+        }
+        if (j != j0 + group) {
+#if COPIED
+            wait_for_copies();
+            if (next < last) send(mine(next));
+#endif
+            continue;
         }
         float y[VALUES / 2][4];
         #pragma unroll
@@ -434,61 +450,54 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         }
 #endif
         u8* record = layer.records + job.page * RECORD_BYTES;
-        if (side == 1) {
-            for (int i = thread; i < D; i += 32 * WARPS) {
-                const int s = i % VALUES;
-                S.center[group][i] = layer.shift[h * D + s / BYTES * (D / 4) + i / VALUES * BYTES + s % BYTES];
-            }
-            __syncthreads();
-        } else if (CENTERED) {
-            add_columns(y, S.columns[group][warp], r, c);
-            __syncthreads();
-            float mean[(D + 127) / 128], top = 0.f;
+        if (CENTERED && side == 0) {
+            add_columns(y, S.columns[group][turn][warp], r, c);
+            sync_some(1 + group, 32 * WARPS);
+            const float (*columns)[D] = S.columns[group][turn];
+            constexpr int EACH = (D + 31) / 32;
+            float mean[EACH], top = 0.f;
             #pragma unroll
-            for (int n = 0; n < (D + 127) / 128; n++) {
-                const int i = thread + 128 * n;
-                mean[n] = i < D ? (S.columns[group][0][i] + S.columns[group][1][i] + S.columns[group][2][i] + S.columns[group][3][i]) / 64.f : 0.f;
+            for (int n = 0; n < EACH; n++) {
+                const int i = lane + 32 * n;
+                mean[n] = i < D ? (columns[0][i] + columns[1][i] + columns[2][i] + columns[3][i]) / 64.f : 0.f;
                 top = fmaxf(top, fabsf(mean[n]));
             }
             top = max_quad(top);
             for (int z = 4; z < 32; z *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
-            if (lane == 0) S.tops[group][warp] = top;
-            __syncthreads();
-            const float* tops = S.tops[group];
-            const float scale = round_scale16(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])) / 127.f);
+            const float scale = round_scale16(top / 127.f);
             #pragma unroll
-            for (int n = 0; n < (D + 127) / 128; n++) {
-                const int i = thread + 128 * n, s = i % VALUES;
+            for (int n = 0; n < EACH; n++) {
+                const int i = lane + 32 * n;
                 if (i >= D) continue;
                 const float code = fminf(fmaxf(rintf(ratio(mean[n], scale)), -127.f), 127.f);
-                S.center[group][i] = scale * code;
-                if (active) record[CENTER_AT + h * D + s / BYTES * (D / 4) + i / VALUES * BYTES + s % BYTES] = (u8)__float2int_rn(code);
+                center[i] = scale * code;
+                if (warp == 0) record[CENTER_AT + h * D + channel_of(i)] = (u8)__float2int_rn(code);
             }
-            if (active && thread == 0) *(u16*)(record + CENTER_SCALE_AT + 2 * h) = (u16)to_scale16(scale);
-            __syncthreads();
+            if (thread == 0) *(u16*)(record + CENTER_SCALE_AT + 2 * h) = (u16)to_scale16(scale);
+            __syncwarp();
         }
         if (side == 1 || CENTERED) {
             #pragma unroll
             for (int s = 0; s < VALUES; s++) {
-                const float less = S.center[group][c * VALUES + s];
+                const float less = center[c * VALUES + s];
                 y[s / 2][s & 1] -= less;
                 y[s / 2][2 + (s & 1)] -= less;
             }
+            __syncwarp();
         }
         const int bits = (int)job.bits[side], clip = side ? clip_v : clip_k;
-        if (active) {
-            if (bits == 2) finish<2>(y, job, layer, side, h, warp, r, c, clip, S.totals[group][warp]);
-            else if (bits == 4) finish<4>(y, job, layer, side, h, warp, r, c, clip, S.totals[group][warp]);
-            else finish<8>(y, job, layer, side, h, warp, r, c, clip, S.totals[group][warp]);
-        }
-        __syncthreads();
-        if (active && thread < 2) {
+        float* totals = S.totals[group][turn][warp];
+        if (bits == 2) finish<2>(y, job, layer, side, h, warp, r, c, clip, totals);
+        else if (bits == 4) finish<4>(y, job, layer, side, h, warp, r, c, clip, totals);
+        else finish<8>(y, job, layer, side, h, warp, r, c, clip, totals);
+        if (bits > 2) sync_some(1 + group, 32 * WARPS);
+        if (thread < 2) {
             const int z = thread, read = 2 + 2 * z;
             float gain = 1.f, error = 0.f;
             if (read < bits) {
                 const auto of = [&](int k) {
                     float sum = 0.f;
-                    for (int w = 0; w < WARPS; w++) sum += S.totals[group][w][k];
+                    for (int w = 0; w < WARPS; w++) sum += S.totals[group][turn][w][k];
                     return sum;
                 };
                 const float yv = of(YV + 3 * z);
@@ -498,6 +507,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
             *(u16*)(record + GAIN_AT + 2 * ((side * HKV + h) * 2 + z)) = (u16)to_scale16(gain);
             truncation[(((i64)j * 2 + side) * HKV + h) * 2 + z] = error;
         }
-        __syncthreads();
     }
 }

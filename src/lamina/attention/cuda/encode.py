@@ -47,7 +47,7 @@ class Geometry:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: sums over a page's rows, the matrix, and rows on their way."""
-        sums = 4 * GROUPS * (WARPS * self.head_dim + self.head_dim + WARPS * 10)
+        sums = 4 * GROUPS * WARPS * (3 * self.head_dim + 2 * 9)
         matrix = 4 * self.head_dim**2 if self.head_dim <= STAGED_DIM else 0
         copied = GROUPS * PAGE_TOKENS * (2 * self.head_dim + 16) if matrix and self.kind != KINDS[torch.float32] else 0
         return -(-sums // 16) * 16 + matrix + copied
