@@ -51,6 +51,7 @@ class Case:
 def graphed(run: Any) -> Any:
     """A CUDA graph of a function."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             run()

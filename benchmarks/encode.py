@@ -19,7 +19,7 @@ from report import write_csv
 from triton.testing import do_bench
 
 from lamina.attention.cuda.decode import NewRows, transform_queries
-from lamina.attention.cuda.encode import CudaPageWriter, jobs_of
+from lamina.attention.cuda.encode import CudaPageWriter
 from lamina.attention.types import ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile
@@ -59,11 +59,11 @@ def chunk_ms(tokens: int, bits: int, heads: int, dim: int, rule: str) -> tuple[f
     n = tokens // PAGE
     store.arena.reserve(n, 6 * n, 1)
     pages = store.arena.open(list(range(0, tokens, PAGE)), [False] * n, [False] * n)
-    jobs = jobs_of(pages, by_page(k), by_page(v))
+    jobs = writer.jobs(store.arena, pages, by_page(k), by_page(v))
     jobs[:, 7:9] = bits
     jobs[:, 9:15] = store.arena.close(pages, (bits, bits))
-    jobs, layers = jobs.cuda(), writer.layer(store.arena)[None].cuda()
-    ours = median_ms(lambda: writer.launch(jobs, layers))
+    jobs = jobs.cuda()
+    ours = median_ms(lambda: writer.launch(jobs))
     rows, target = torch.stack([k, v]), torch.empty(2, heads, tokens, dim, device="cuda", dtype=torch.bfloat16)
     return ours, median_ms(lambda: target.copy_(rows))
 
@@ -89,17 +89,16 @@ def step_us(batch: int, heads: int, group: int, dim: int) -> dict[str, float]:
 
     found = {"transform_append": 1e3 * float(do_bench(graphed(transform), return_mode="median")) / LAYERS}
     writer: Any = layers[0][0].writer
-    jobs, tables = [], []
-    for i, (store, _, _, _, _) in enumerate(layers):
+    jobs = []
+    for store, _, _, _, _ in layers:
         rows = torch.randn(batch, 2, heads, PAGE, dim, device="cuda", dtype=torch.bfloat16)
         store.arena.reserve(batch, 0, 0)
         pages = store.arena.open([0] * batch, [False] * batch, [False] * batch)
-        own = jobs_of(pages, rows[:, 0], rows[:, 1])
-        own[:, 7:9], own[:, 9:15], own[:, 15] = 2, -1, i
+        own = store.writer.jobs(store.arena, pages, rows[:, 0], rows[:, 1])  # type: ignore[attr-defined]
+        own[:, 7:9], own[:, 9:15] = 2, -1
         jobs.append(own)
-        tables.append(store.writer.layer(store.arena))  # type: ignore[attr-defined]
-    all_jobs, all_tables = torch.cat(jobs).cuda(), torch.stack(tables).cuda()
-    encode = do_bench(graphed(lambda: writer.launch(all_jobs, all_tables)), return_mode="median")
+    all_jobs = torch.cat(jobs).cuda()
+    encode = do_bench(graphed(lambda: writer.launch(all_jobs)), return_mode="median")
     found["encode"] = 1e3 * float(encode) / LAYERS / PAGE
     return found
 

@@ -81,5 +81,5 @@ def test_a_cache_on_the_gpu_decodes_with_the_kernels(caplog: pytest.LogCaptureFi
         steps += [logits_of(model, ids[:, t : t + 1].to(device), **cache_kwarg(model, cache)) for t in range(400, 420)]
         logits.append(torch.cat(steps, 1).cpu())
     model.to("cpu")
-    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=5e-3)
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=2e-2)
     assert "plain torch" not in caplog.text

@@ -91,7 +91,10 @@ def test_decode(device: str, case: Case) -> None:
         at = end
     if case.id in PLAIN:
         plain = attend_on(device, q_now, view, replace(basis, rows=None), 3)
-        assert plain.spread is None and torch.allclose(plain.out.float(), got.out.float(), atol=1e-5)
+        assert plain.spread is None
+        # A GPU's compiler may contract other operations of the other kernel, which moves a result's last bit.
+        same = {"rtol": 1e-2, "atol": 1e-2} if case.dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-5}
+        torch.testing.assert_close(plain.out, got.out, **same)
 
 
 @dataclass(frozen=True)

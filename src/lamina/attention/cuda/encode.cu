@@ -26,11 +26,7 @@ struct Job {
     i64 head[2], row[2]; // their strides in numbers: {K, V} between heads, {K, V} between rows
     i64 page, bits[2];
     i64 slots[6];        // slabs beyond the base, as in the page table
-    i64 layer;
-};
-// Where a layer's pages are.
-struct Layer {
-    u8 *records, *slabs;
+    u8 *records, *slabs; // of its layer, as are
     const uint4* matrix[2];  // [HKV, D/16, D/8, 32]: a lane's operands, two high and two low halves
     const float* shift;      // [HKV, D]: what is taken off V's rows in the packed basis
 };
@@ -319,19 +315,19 @@ DEVICE void add_columns(float (&y)[VALUES / 2][4], float* to, int r, int c) {
 
 // Quantises a warp's rows and writes them.
 template <int BITS>
-DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, const Layer& layer, int side, int h, int warp, int r, int c, int clip, float* totals) {
+DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, int side, int h, int warp, int r, int c, int clip, float* totals) {
     Rows<BITS> x(y);
     float base[2], mean[2], energy[2], step[2], mid[2];
     x.quantise(clip, base, mean, energy, step, mid);
-    u8* record = layer.records + job.page * RECORD_BYTES;
+    u8* record = job.records + job.page * RECORD_BYTES;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = 16 * warp + r + 8 * i, at = h * 16 * D + row * (D / 4) + c * BYTES;
         u8* to[4] = {record + side * SLAB_BYTES + at};
-        if (BITS > 2) to[1] = layer.slabs + job.slots[side] * SLAB_BYTES + at;
+        if (BITS > 2) to[1] = job.slabs + job.slots[side] * SLAB_BYTES + at;
         if (BITS > 4) {
-            to[2] = layer.slabs + job.slots[2 + 2 * side] * SLAB_BYTES + at;
-            to[3] = layer.slabs + job.slots[3 + 2 * side] * SLAB_BYTES + at;
+            to[2] = job.slabs + job.slots[2 + 2 * side] * SLAB_BYTES + at;
+            to[3] = job.slabs + job.slots[3 + 2 * side] * SLAB_BYTES + at;
         }
         pack<BITS>(x, i, to);
         const int number = 2 * ((side * HKV + h) * 64 + row);
@@ -364,7 +360,7 @@ DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, const Layer& layer
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina_encode(
-    const Job* jobs, int n_jobs, const Layer* layers, int clip_k, int clip_v, float* truncation
+    const Job* jobs, int n_jobs, int clip_k, int clip_v, float* truncation
 ) {
     const int h = blockIdx.y, side = blockIdx.z, group = threadIdx.x / (32 * WARPS), thread = threadIdx.x % (32 * WARPS);
     const int warp = thread >> 5, lane = thread & 31, r = lane >> 2, c = lane & 3;
@@ -374,10 +370,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
     constexpr int SIZE = KIND == 0 ? 4 : 2, OPERANDS = (D / 16) * (D / 8) * 32;
     const int first = (int)((i64)n_jobs * blockIdx.x / gridDim.x), last = (int)((i64)n_jobs * (blockIdx.x + 1) / gridDim.x);
     // Pages of one layer are taken together, two at a time; a group without one of its own waits for the next.
-    const auto alike = [&](int j0) { return j0 + 1 < last && jobs[j0 + 1].layer == jobs[j0].layer; };
+    const auto alike = [&](int j0) { return j0 + 1 < last && jobs[j0 + 1].matrix[side] == jobs[j0].matrix[side]; };
     const auto mine = [&](int j0) { return alike(j0) ? j0 + group : j0; };
     float* center = S.center[group][warp];
-    int there = -1;
+    const uint4* there = nullptr;
 #if COPIED
     // A warp's own rows, of the page after the one at hand.
     u8* copied = (u8*)(staged + OPERANDS) + (group * 64 + 16 * warp) * PITCH;
@@ -396,10 +392,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         next = j0 + (alike(j0) ? 2 : 1);
         const int j = mine(j0);
         const Job& job = jobs[j];
-        const Layer& layer = layers[job.layer];
-        const uint4* from = layer.matrix[side] + (i64)h * OPERANDS;
-        if ((int)job.layer != there) {
-            there = (int)job.layer;
+        const uint4* from = job.matrix[side] + (i64)h * OPERANDS;
+        if (from != there) {
+            there = from;
             __syncthreads();
             if (STAGED) {
                 #pragma unroll 4
@@ -407,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
                 end_group();
             }
             if (side == 1)
-                for (int i = lane; i < D; i += 32) center[i] = layer.shift[h * D + channel_of(i)];
+                for (int i = lane; i < D; i += 32) center[i] = job.shift[h * D + channel_of(i)];
             wait_for_copies();
             __syncthreads();
         }
@@ -449,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
                 if (k0 + k < D / 16) multiply(y, x[k], (STAGED ? staged : from) + (k0 + k) * (D / 8) * 32 + lane);
         }
 #endif
-        u8* record = layer.records + job.page * RECORD_BYTES;
+        u8* record = job.records + job.page * RECORD_BYTES;
         if (CENTERED && side == 0) {
             add_columns(y, S.columns[group][turn][warp], r, c);
             sync_some(1 + group, 32 * WARPS);
@@ -487,9 +482,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         }
         const int bits = (int)job.bits[side], clip = side ? clip_v : clip_k;
         float* totals = S.totals[group][turn][warp];
-        if (bits == 2) finish<2>(y, job, layer, side, h, warp, r, c, clip, totals);
-        else if (bits == 4) finish<4>(y, job, layer, side, h, warp, r, c, clip, totals);
-        else finish<8>(y, job, layer, side, h, warp, r, c, clip, totals);
+        if (bits == 2) finish<2>(y, job, side, h, warp, r, c, clip, totals);
+        else if (bits == 4) finish<4>(y, job, side, h, warp, r, c, clip, totals);
+        else finish<8>(y, job, side, h, warp, r, c, clip, totals);
         if (bits > 2) sync_some(1 + group, 32 * WARPS);
         if (thread < 2) {
             const int z = thread, read = 2 + 2 * z;

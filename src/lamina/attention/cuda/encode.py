@@ -123,27 +123,33 @@ class CudaPageWriter:
         pages = [page for one in filled for page in one.pages]
         slots = arena.close(pages, bits)
         kept = [(one.pages, _readable(one.k), _readable(one.v)) for one in filled]
-        jobs = torch.cat([jobs_of(*one) for one in kept])
+        jobs = torch.cat([self.jobs(arena, *one) for one in kept])
         jobs[:, 7:9] = torch.tensor(bits)
         jobs[:, 9:15] = slots
-        truncation = self.launch(jobs, self.layer(arena)[None])
+        truncation = self.launch(jobs.to(arena.device))
         arena.loss[torch.tensor(pages)] = self.encoder.shed_loss(truncation[:, 0], truncation[:, 1])
 
-    def layer(self, arena: Arena) -> Tensor:
-        """Where the kernel finds the layer's storage, int64 ``[5]`` on the CPU; valid until a pool grows."""
-        found = arena.pages.data[0], arena.slabs.data[0], *self.matrices, self.shift
-        return torch.tensor([t.data_ptr() for t in found])
+    def jobs(self, arena: Arena, pages: list[int], k: Tensor, v: Tensor) -> Tensor:
+        """What the kernel is told of pages and their rows ``[n, H, 64, D]``, valid until a pool grows.
 
-    def launch(self, jobs: Tensor, layers: Tensor) -> Tensor:
-        """Encode pages of one or more layers of this geometry.
+        Returns
+        -------
+        Tensor
+            int64 ``[n, 20]`` on the CPU: addresses of the rows of K and V, strides in numbers between their heads and
+            between their rows, page, bits of K and V, slots of the slabs beyond the base, addresses of the layer's
+            records, slabs, matrices and shift. Bits and slots are left 0.
+        """
+        jobs = torch.zeros(len(pages), 20, dtype=torch.int64)
+        for side, rows in enumerate((k, v)):
+            jobs[:, side] = rows.data_ptr() + rows.stride(0) * rows.itemsize * torch.arange(len(pages))
+            jobs[:, 2 + side], jobs[:, 4 + side] = rows.stride(1), rows.stride(2)
+        jobs[:, 6] = torch.tensor(pages)
+        of_layer = arena.pages.data[0], arena.slabs.data[0], *self.matrices, self.shift
+        jobs[:, 15:20] = torch.tensor([t.data_ptr() for t in of_layer])
+        return jobs
 
-        Parameters
-        ----------
-        jobs : Tensor
-            int64 ``[n, 16]`` on the CPU: addresses of the rows of K and V, strides in numbers between their heads and
-            between their rows, page, bits of K and V, slots of the slabs beyond the base, number of the layer.
-        layers : Tensor
-            int64 ``[layers, 5]`` on the CPU, from :meth:`layer`.
+    def launch(self, jobs: Tensor) -> Tensor:
+        """Encode pages of one or more layers of this geometry, from :meth:`jobs`, on the device.
 
         Returns
         -------
@@ -155,8 +161,8 @@ class CudaPageWriter:
         most = max(1, _processors(device) * self.geometry.blocks // (2 * heads))
         shares = min(-(-len(jobs) // GROUPS), most)
         _module(self.geometry, device).launch(
-            "lamina_encode", (shares, heads, 2), 32 * WARPS * GROUPS, jobs.to(device), len(jobs), layers.to(device),
-            *self.clips, truncation, shared=self.geometry.shared_bytes,
+            "lamina_encode", (shares, heads, 2), 32 * WARPS * GROUPS, jobs, len(jobs), *self.clips, truncation,
+            shared=self.geometry.shared_bytes,
         )  # fmt: skip
         return truncation
 
@@ -165,13 +171,3 @@ def _readable(x: Tensor) -> Tensor:
     """Rows ``[n, H, 64, D]`` that can be read 16 bytes at a time."""
     aligned = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(n * x.itemsize % 16 for n in x.stride()[:3])
     return x if aligned else x.contiguous()
-
-
-def jobs_of(pages: list[int], k: Tensor, v: Tensor) -> Tensor:
-    """Jobs of pages and their rows ``[n, H, 64, D]``, less their bits and slots; see :meth:`CudaPageWriter.launch`."""
-    jobs = torch.zeros(len(pages), 16, dtype=torch.int64)
-    for side, rows in enumerate((k, v)):
-        jobs[:, side] = rows.data_ptr() + rows.stride(0) * rows.itemsize * torch.arange(len(pages))
-        jobs[:, 2 + side], jobs[:, 4 + side] = rows.stride(1), rows.stride(2)
-    jobs[:, 6] = torch.tensor(pages)
-    return jobs
