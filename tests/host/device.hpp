@@ -161,6 +161,7 @@ inline void finished_before() {}
 inline void next_may_start() {}
 
 inline void forget(float&) {}
+inline void rest(int) {}
 inline float exp2_(float x) { const float y = exp2f(x); return y < 0x1p-126f ? 0.f : y; }
 inline float from_f16(u16 x) {
     const u32 bits = (u32)(x & 0x7fff) << 13;

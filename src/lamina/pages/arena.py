@@ -206,7 +206,8 @@ class Arena:
     def let_go(self, held: list[int]) -> None:
         """Count one holder less of every page in ``held``; exact rows of pages without holders are released."""
         ids = _ids(held)
-        self.counts[ids, HOLDERS] -= 1
+        self.counts[:, HOLDERS].index_add_(0, ids, torch.full(ids.shape, -1, dtype=torch.int32))
+        ids = ids.unique()
         self._release_exact(ids[self.counts[ids, HOLDERS] == 0])
 
     def take_in(self, other: "Arena", pages: list[int], exact: list[int]) -> dict[int, int]:

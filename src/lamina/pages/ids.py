@@ -37,7 +37,7 @@ class PageIds:
         self.n_bytes = 0
         self._ids: Tensor | None = None
         self._there: Tensor | None = None
-        self._untold: list[tuple[int, int, Tensor]] = []
+        self._untold: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def forget(self) -> None:
         """The sequences have other pages now; the table is made anew when it is read."""
@@ -45,14 +45,19 @@ class PageIds:
 
     def add(self, row: int, at: int, pages: list[int]) -> None:
         """A sequence got pages, the first of them its ``at``-th."""
-        if self._ids is None:
+        self.add_each([row] * len(pages), list(range(at, at + len(pages))), pages)
+
+    def add_each(self, rows: list[int], at: list[int], pages: list[int]) -> None:
+        """Sequences got a page each, as their ``at``-th."""
+        if self._ids is None or not rows:
             return
-        short = at + len(pages) - self._ids.shape[1]
+        short = max(at) + 1 - self._ids.shape[1]
         if short > 0:
             self._ids = torch.nn.functional.pad(self._ids, (0, short), value=-1)
-        added = torch.tensor(pages, dtype=torch.int32)
-        self._ids[row, at : at + len(pages)] = added
-        self._untold.append((row, at, added))
+        where, added = (torch.tensor(rows), torch.tensor(at)), torch.tensor(pages, dtype=torch.int32)
+        self._ids[where] = added
+        if self.mirrored:
+            self._untold.append((*where, added))
 
     def growth(self, pages: list[int]) -> int:
         """Bytes that the table grows by if the sequences have so many pages each."""
@@ -80,8 +85,8 @@ class PageIds:
                 self._there = padded.to(self.device, copy=True)
         elif self._untold:
             flat, width = self._there.view(-1, 1), self._there.shape[1]
-            index = torch.cat([torch.arange(len(x)) + (row * width + at) for row, at, x in self._untold])
-            tell(flat, index, torch.cat([x for _, _, x in self._untold])[:, None])
+            index = torch.cat([row * width + at for row, at, _ in self._untold])
+            tell(flat, index, torch.cat([pages for _, _, pages in self._untold])[:, None])
         self._untold = []
         self._count()
         return self._there

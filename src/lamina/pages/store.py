@@ -191,18 +191,17 @@ class LayerStore:
         """
         self.settle()
         self._bits, _ = self._make_room([1] * len(self.sequences), cut)
-        last = torch.tensor([s.pages[-1] if s.pages else -1 for s in self.sequences], dtype=torch.long)
-        is_open = (last >= 0) & (self.arena.table[last, TIER] == 0)
+        last, is_open = self._last_pages(self.sequences)
         for b in (is_open & (self.arena.counts[last, USERS] > 1)).nonzero()[:, 0].tolist():
             self._own(self.sequences[b], self.arena.cell(self.sequences[b].pages[-1], ROWS))
         new = (~is_open).nonzero()[:, 0].tolist()
         starts = [self.sequences[b].length for b in new]
         held = [start >= self.window.sink for start in starts]
-        for b, page, holds in zip(new, self.arena.open(starts, [True] * len(new), held), held):
-            sequence = self.sequences[b]
-            self.ids.add(b, len(sequence.pages), [page])
-            sequence.pages.append(page)
-            sequence.held += [page] * holds
+        pages = self.arena.open(starts, [True] * len(new), held)
+        self.ids.add_each(new, [len(self.sequences[b].pages) for b in new], pages)
+        for b, page, holds in zip(new, pages, held):
+            self.sequences[b].pages.append(page)
+            self.sequences[b].held += [page] * holds
         self._open = torch.tensor([s.pages[-1] for s in self.sequences], dtype=torch.long)
 
     def end_step(self) -> None:
@@ -223,14 +222,19 @@ class LayerStore:
 
     def settle(self) -> None:
         """Release the exact rows that no later query, nor a roll-back, can read."""
-        for sequence in self.sequences:
+        holding = [s for s in self.sequences if s.held]
+        oldest = self.arena.table[[s.held[0] for s in holding]] if holding else self.arena.table[:0]
+        gone: list[int] = []
+        for sequence, start, tier in zip(holding, oldest[:, START].tolist(), oldest[:, TIER].tolist()):
             first = self.window.kept_from(sequence.length)
-            n = 0
-            while n < len(sequence.held) and self._is_past(sequence.held[n], first):
-                n += 1
-            if n:
-                self.arena.let_go(sequence.held[:n])
+            if start < first and tier:
+                n = 1
+                while n < len(sequence.held) and self._is_past(sequence.held[n], first):
+                    n += 1
+                gone += sequence.held[:n]
                 del sequence.held[:n]
+        if gone:
+            self.arena.let_go(gone)
         self._loosen()
 
     def crop(self, lengths: list[int]) -> None:
@@ -477,18 +481,21 @@ class LayerStore:
         pages = exact = closing = 0
         widths = []
         shared: Counter[int] = Counter()
-        for s, n in zip(self.sequences or [Sequence() for _ in tokens], tokens):
-            page = self._open_page(s)
-            rows = 0 if page is None else self.arena.cell(page, ROWS)
-            first = s.length + (PAGE_TOKENS - rows if page is not None else 0)
+        sequences = self.sequences or [Sequence() for _ in tokens]
+        last, is_open = self._last_pages(sequences)
+        rows_of = self.arena.table[last, ROWS].tolist() if len(self.arena.table) else [0] * len(sequences)
+        for s, n, has_room, in_use in zip(sequences, tokens, is_open.tolist(), rows_of):
+            rows = in_use if has_room else 0
+            first = s.length + (PAGE_TOKENS - rows if has_room else 0)
             starts = range(first, s.length + n, PAGE_TOKENS)
             pages += len(starts)
             exact += sum(self._keeps_exact(start, s.length + n, windows) for start in starts)
             closing += (rows + n) // PAGE_TOKENS
             widths.append(len(s.pages) + len(starts))
-            if page is not None and n:
-                shared[page] += 1
-        copies = sum(min(n, self.arena.users(page) - 1) for page, n in shared.items())
+            if has_room and n:
+                shared[s.pages[-1]] += 1
+        users = self.arena.counts[list(shared), USERS].tolist() if shared else []
+        copies = sum(min(n, most - 1) for n, most in zip(shared.values(), users))
         slabs = closing * sum(SLABS_OF_BITS[b] - 1 for b in bits)
         return pages + copies, slabs, exact + copies, self.ids.growth(widths)
 
@@ -533,6 +540,12 @@ class LayerStore:
         first = self.window.kept_from(length) if windows == 3 else self.window.exact_from(length)
         in_window = (windows >= 1 and start < self.window.sink) or (windows >= 2 and start >= first)
         return start + PAGE_TOKENS > length or in_window
+
+    def _last_pages(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+        """Last page of every sequence, 0 for none, and whether it is open: int64 and bool ``[B]``."""
+        last = torch.tensor([s.pages[-1] if s.pages else 0 for s in sequences], dtype=torch.long)
+        there = torch.tensor([bool(s.pages) for s in sequences], dtype=torch.bool)
+        return last, there & (self.arena.table[last, TIER] == 0) if bool(there.any()) else there
 
     def _open_page(self, sequence: Sequence) -> int | None:
         """The page that the sequence's next row goes to, if it is there already."""

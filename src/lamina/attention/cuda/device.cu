@@ -26,6 +26,8 @@ DEVICE u16 to_bf16(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "
 // Two numbers, the first in the low half.
 DEVICE u32 to_f16_pair(float x, float y) { u32 z; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x)); return z; }
 DEVICE u32 to_bf16_pair(float x, float y) { u32 z; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x)); return z; }
+// Lets so many cycles pass.
+DEVICE void rest(int cycles) { for (const i64 end = clock64() + cycles; clock64() < end;) {} }
 // Waits for so many threads, in whole warps, to come to one of the barriers 1 to 15.
 DEVICE void sync_some(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
 DEVICE u32 transposed(u32 x) {

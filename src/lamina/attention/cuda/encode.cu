@@ -17,6 +17,7 @@
 #define COPIED (STAGED && KIND != 0)  // and rows are, on their way while those before them are quantised
 #define PITCH (2 * D + 16)  // bytes between rows: a warp's reads meet no bank twice
 #define AHEAD 4  // otherwise, steps of 16 channels whose rows are fetched at once
+#define APART 4000  // cycles
 #define GAUSSIAN_STEP 0.9957f
 #define BLOCKS (D > 128 ? 1 : 2)
 
@@ -406,6 +407,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
             wait_for_copies();
             __syncthreads();
         }
+        // Groups apart from each other multiply, which shared memory bounds, while others quantise.
+        if (j0 == first && group && last - first > 2 * GROUPS) rest(APART);
         if (j != j0 + group) {
 #if COPIED
             wait_for_copies();
