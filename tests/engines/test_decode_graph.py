@@ -126,6 +126,20 @@ def test_generate_takes_its_steps_from_the_graph():
     assert torch.equal(plain, graphed)
 
 
+def test_pages_of_all_layers_close_in_one_launch(monkeypatch):
+    model = build("Llama")
+    cache = LaminaCache(model, profile_of("Llama"), tiers=(4, 8), window=WINDOW)
+    jobs, launch = [], CudaPageWriter.launch
+    with graph_of(model, cache):
+        read(model, cache, tokens(2, 126))
+        monkeypatch.setattr(CudaPageWriter, "launch", lambda self, x: jobs.append(len(x)) or launch(self, x))
+        steps(model, cache, tokens(2, 1), 3)
+    assert jobs == [4]  # two layers of two sequences
+    for store in cache.stores:
+        closed = [p for s in store.sequences for p in s.pages if store.arena.cell(p, 2)]
+        assert len(closed) == 4 and bool((store.arena.loss[closed, 0, 0] > 0).all())
+
+
 def test_padded_rows_end_pages_at_different_steps():
     model, ids = build("Llama"), tokens(3, 130)
     mask = torch.ones_like(ids)

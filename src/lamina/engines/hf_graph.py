@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lamina.attention.cuda.decode import COLUMNS_PER_TILE, MOST_DIM, MOST_TILES, NewRows, attend_cuda
+from lamina.attention.cuda.encode import EncodeQueue
 from lamina.attention.cuda.tables import Patches
 from lamina.attention.dispatch import announce_once
 from lamina.codec import PAGE_TOKENS, TIERS
@@ -326,9 +327,10 @@ class DecodeGraph:
         cache = self.cache
         before = cache.seen
         cache.running = True
-        for layer in cache.ours:
-            layer.seen += 1
-            layer.store.end_step()
+        with EncodeQueue([store.writer for store in cache.stores]):
+            for layer in cache.ours:
+                layer.seen += 1
+                layer.store.end_step()
         cache.padding.grow(None, batch, before, 1)
         cache.finished(cache.ours[-1].index)
 

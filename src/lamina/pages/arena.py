@@ -1,5 +1,7 @@
 """The storage of one layer's pages: records, planes, exact rows and the page table. Knows pages, not sequences."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,8 @@ from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import ALL_RANKS, Budget, Field, Pool
 from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row, read_bits
 
+MOST_WAITING = 32
+"""Predictions of losses that wait to be asked for."""
 USERS, HOLDERS = 0, 1
 """Columns of the counts: sequences that a page belongs to, and those of them that still need its exact rows."""
 
@@ -46,6 +50,7 @@ class Arena:
         self.layout, self.budget, self.dtype, self.device = layout, budget, dtype, torch.device(device)
         self.mirrored = self.device.type != "cpu" if mirrored is None else mirrored
         self.changed: set[int] = set()
+        self._losses: list[tuple[list[int], Callable[[], Tensor]]] = []
         self.pages = Pool(
             budget,
             Field((layout.record_bytes,), torch.uint8, device),
@@ -70,6 +75,9 @@ class Arena:
     @property
     def loss(self) -> Tensor:
         """Predicted loss of reading a page's K or V at 2 or at 4 bits, float32 ``[N, 2, 2]``."""
+        losses, self._losses = self._losses, []
+        for pages, compute in losses:
+            self.pages.data[2][_ids(pages)] = compute()
         return self.pages.data[2]
 
     @property
@@ -149,6 +157,12 @@ class Arena:
         self._set(pages, slice(TIER, EXACT), torch.cat([tiers, slots], 1))
         return slots
 
+    def predict_loss(self, pages: list[int], compute: Callable[[], Tensor]) -> None:
+        """Have the predicted losses ``[n, 2, 2]`` of pages computed when somebody asks, or many are waiting."""
+        self._losses.append((pages, compute))
+        if len(self._losses) > MOST_WAITING or self.budget.max_bytes is not None:
+            _ = self.loss
+
     def device_table(self, tell: Tell = tell) -> Tensor:
         """Page table on the device, in which open pages count as full: rows behind a sequence's end are not read."""
         if not self.mirrored:
@@ -172,6 +186,7 @@ class Arena:
 
     def copy(self, page: int, rows: int, *, held: bool) -> int:
         """Copy the first ``rows`` rows of a page for one sequence, as an open page if its exact rows are there."""
+        _ = self.loss
         row = self.table[page].tolist()
         exact = row[EXACT] >= 0
         (new,) = self.open([row[START]], [exact], [held and exact])
@@ -220,6 +235,7 @@ class Arena:
         dict
             Page there -> page here.
         """
+        _ = other.loss
         here = [self.pages.allocate() for _ in pages]
         there, ids = _ids(pages), _ids(here)
         for mine, theirs in zip(self.pages.data[:3], other.pages.data[:3]):
@@ -292,6 +308,7 @@ class Arena:
         dict
             Page -> its new number, for every page that moved.
         """
+        _ = self.loss
         moved_pages = self.pages.shrink()
         changed = (moved_pages.get(p, p) for p in self.changed)
         self.changed = {p for p in changed if p < self.pages.slots}

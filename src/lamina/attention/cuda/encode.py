@@ -1,7 +1,8 @@
 """Whole pages -> codes on NVIDIA GPUs: launches the kernel of ``encode.cu``."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,6 +117,7 @@ class CudaPageWriter:
         self.geometry = Geometry(dim, len(encoder.k_forward), codec.center, KINDS[dtype], RULES[codec.rule])
         self.clips = [min(int(ratio * dim), dim - 1) for ratio in (codec.clip_k, codec.clip_v)]
         self.matrices = operands(encoder.k_forward), operands(encoder.v_forward)
+        self.queue: EncodeQueue | None = None
         self.shift = (encoder.mean_v[:, None] @ encoder.v_forward)[:, 0].contiguous()
 
     def write(self, arena: Arena, filled: list[FilledPages], bits: tuple[int, int]) -> None:
@@ -126,8 +128,10 @@ class CudaPageWriter:
         jobs = torch.cat([self.jobs(arena, *one) for one in kept])
         jobs[:, 7:9] = torch.tensor(bits)
         jobs[:, 9:15] = slots
-        truncation = self.launch(jobs.to(arena.device))
-        arena.loss[torch.tensor(pages)] = self.encoder.shed_loss(truncation[:, 0], truncation[:, 1])
+        queue = self.queue or EncodeQueue([])
+        queue.add(self, arena, pages, jobs, kept)
+        if self.queue is None:
+            queue.flush()
 
     def jobs(self, arena: Arena, pages: list[int], k: Tensor, v: Tensor) -> Tensor:
         """What the kernel is told of pages and their rows ``[n, H, 64, D]``, valid until a pool grows.
@@ -165,6 +169,46 @@ class CudaPageWriter:
             shared=self.geometry.shared_bytes,
         )  # fmt: skip
         return truncation
+
+
+class EncodeQueue:
+    """While it is open, pages that writers of several layers close are gathered, then encoded in one launch a geometry.
+
+    Parameters
+    ----------
+    writers : list of CudaPageWriter
+        Those whose pages are to wait.
+    """
+
+    def __init__(self, writers: list[CudaPageWriter]) -> None:
+        self.writers = writers
+        self._waiting: list[tuple[CudaPageWriter, Arena, list[int], Tensor, Any]] = []
+
+    def __enter__(self) -> "EncodeQueue":
+        """Have the writers hand over their pages."""
+        for writer in self.writers:
+            writer.queue = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Encode what they have handed over."""
+        for writer in self.writers:
+            writer.queue = None
+        self.flush()
+
+    def add(self, writer: CudaPageWriter, arena: Arena, pages: list[int], jobs: Tensor, rows: Any) -> None:
+        """Take jobs in; ``rows`` are kept until they are done."""
+        self._waiting.append((writer, arena, pages, jobs, rows))
+
+    def flush(self) -> None:
+        """Encode everything that waits."""
+        waiting, self._waiting = self._waiting, []
+        for kind in dict.fromkeys((w.geometry, *w.clips) for w, *_ in waiting):
+            alike = [one for one in waiting if (one[0].geometry, *one[0].clips) == kind]
+            jobs = torch.cat([one[3] for one in alike])
+            truncation = alike[0][0].launch(jobs.to(alike[0][1].device))
+            for (writer, arena, pages, _, _), of_layer in zip(alike, truncation.split([len(one[2]) for one in alike])):
+                arena.predict_loss(pages, partial(writer.encoder.shed_loss, of_layer[:, 0], of_layer[:, 1]))
 
 
 def _readable(x: Tensor) -> Tensor:
