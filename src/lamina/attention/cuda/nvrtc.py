@@ -64,19 +64,28 @@ def _driver() -> Any:
         raise KernelError(f"there is no NVIDIA driver: {error}") from error
 
 
+SOURCES = {
+    "decode": ("pages", "slabs", "reader", "decode"),
+    "encode": ("pages", "encode"),
+    "prefill": ("pages", "prefill", "prefill_exact"),
+    "tables": ("tables",),
+}
+"""Files of this folder that make up a source, behind ``device.cu``."""
+
+
 def source_of(name: str) -> str:
-    """CUDA C++ of a file of this folder, all but ``device.cu``, for which another compiler has its own."""
+    """CUDA C++ of a source, all but ``device.cu``, for which another compiler has its own."""
     folder = files("lamina.attention.cuda")
-    return "".join(folder.joinpath(f"{part}.cu").read_text(encoding="utf-8") for part in ("pages", name))
+    return "".join(folder.joinpath(f"{part}.cu").read_text(encoding="utf-8") for part in SOURCES[name])
 
 
 class Module:
-    """Kernels of one source file.
+    """Kernels of one source.
 
     Parameters
     ----------
     name : str
-        File of this folder, without its ending.
+        One of :data:`SOURCES`.
     defines : dict
         Macros.
     device : torch.device
