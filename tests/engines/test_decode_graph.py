@@ -220,13 +220,15 @@ def test_damaged_rows_are_reported():
         steps(model, cache, tokens(1, 1), 2)
 
 
-def test_a_mask_that_hides_a_new_token_is_an_error():
+@pytest.mark.parametrize(("hidden", "padded"), [(-1, False), (5, False), (-1, True), (40, True), (0, True)])
+def test_a_mask_that_is_not_what_the_cache_holds_is_an_error(hidden, padded):
     model = build("Llama")
     cache = LaminaCache(model, profile_of("Llama"), window=WINDOW)
     mask = torch.ones(2, 71, dtype=torch.long, device=PLACE[0])
-    mask[1, -1] = 0
-    with pytest.raises(CacheStateError, match="hides a new token"), graph_of(model, cache):
-        read(model, cache, tokens(2, 70))
+    mask[1, :3] = int(not padded)
+    with pytest.raises(CacheStateError, match="not padding"), graph_of(model, cache):
+        read(model, cache, tokens(2, 70), attention_mask=mask[:, :-1])
+        mask[1, hidden] ^= 1
         read(model, cache, tokens(2, 1), attention_mask=mask)
 
 

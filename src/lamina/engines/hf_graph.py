@@ -30,7 +30,7 @@ RESERVE = 1024
 
 TAKEN = "lamina_graph"
 HIDDEN = 1 << 30
-"""What the device reports where a mask hides a new token; otherwise it is the number of a layer, counted from 1."""
+"""What the device reports where a mask is not what the cache holds; otherwise the number of a layer, counted from 1."""
 
 
 class DecodeGraph:
@@ -142,12 +142,13 @@ class DecodeGraph:
             self._reported.zero_()
             if mark == HIDDEN:
                 raise CacheStateError(
-                    "the attention mask hides a new token, which a DecodeGraph has stored as a real one; decode "
-                    "padding without a graph"
+                    "the attention mask of an earlier step hides tokens that are not padding, or shows padding; new "
+                    "tokens were stored as real ones: crop the cache, and decode new padding without a graph"
                 )
             raise NonFiniteError(
                 f"layer {mark - 1}: a key or value row among the last of the cache's {self.cache.seen} tokens holds "
-                "NaN or Inf; the model's weights are damaged, or its dtype overflows (try bfloat16)"
+                "NaN or Inf; the model's weights are damaged, or its dtype overflows (try bfloat16); crop the cache to go "
+                "on"
             )
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +170,7 @@ class DecodeGraph:
         if (
             kwargs.get("use_cache") is False
             or kwargs.get("return_dict") is False
-            or given.pop("logits_to_keep", 1) != 1
+            or given.pop("logits_to_keep", 1) not in (0, 1)
         ):
             return "it turns use_cache or return_dict off, or asks for other logits than the last"
         tokens, positions, mask = (given.pop(x, None) for x in ("input_ids", "position_ids", "attention_mask"))
@@ -179,7 +180,7 @@ class DecodeGraph:
         if tokens is None or tuple(tokens.shape) != (batch, 1):
             return f"it is no call with one token for each of {batch} sequences"
         if mask is not None and tuple(mask.shape) != (batch, cache.seen + 1):
-            return f"the attention mask has shape {tuple(mask.shape)}, not {(batch, cache.seen + 1)}"
+            return "its attention mask is not one of all tokens so far and the new one"
         if mask is None and cache.padding.columns is not None:
             return "it has no attention mask, though the cache holds padded rows"
         cache.check_whole()
@@ -201,8 +202,7 @@ class DecodeGraph:
             self._on_device = list(cache.lengths)
             self._lengths.copy_(torch.tensor(self._on_device, dtype=torch.int32))
         if mask is not None:
-            hidden = (mask[:, -1:] == 0).any(0)
-            torch.maximum(self._wrong, hidden * HIDDEN, out=self._wrong)
+            self._check_mask(mask)
         output = self._replay(measured)
         self._on_device = [n + 1 for n in self._on_device]
         self._count(batch)
@@ -211,6 +211,13 @@ class DecodeGraph:
         result = copy.copy(output)
         result["logits"] = output["logits"].clone()
         return result
+
+    def _check_mask(self, mask: Tensor) -> None:
+        """Have the device report a mask ``[B, T]`` that hides more than padding, or less."""
+        known = self.cache.padding.columns
+        real = mask.to(self.device, torch.bool)
+        wrong = ~real[:, -1].all() | (~real.all() if known is None else (real[:, :-1] != known.to(self.device)).any())
+        torch.maximum(self._wrong, wrong[None] * HIDDEN, out=self._wrong)
 
     def _prepare(self, batch: int) -> None:
         """Make the books fit one more row of every sequence, and tell the device what is new."""
