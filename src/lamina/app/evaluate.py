@@ -1,11 +1,13 @@
 """What ``lamina evaluate`` does: tasks over arms with all that is needed to go on after an interruption."""
 
 import hashlib
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lamina.app.loading import load_config, load_model
+from lamina.app.environment import environment
+from lamina.app.loading import LoadedModel, load_config, load_model
 from lamina.app.output import check_output
 from lamina.app.screen import Screen
 from lamina.basis.geometry import model_geometry
@@ -87,6 +89,7 @@ def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationRepo
     }
     log = Log(log_file, settings)
     loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device, profile=profile)
+    _record_environment(log, request, loaded)
     total = request.n * request.seeds * len(tasks) * len(arms)
     with screen.progress(f"Answering {total:,} prompts with {len(arms)} arms", total) as done:
         run = Evaluation(
@@ -99,6 +102,30 @@ def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationRepo
     screen.json(as_json(scores, settings), str(summary))
     table.write_text(markdown, encoding="utf-8")
     return EvaluationReport(log_file, summary, table, markdown)
+
+
+def _record_environment(log: Log, request: EvaluationRequest, loaded: LoadedModel) -> None:
+    """Note where and how the answers that follow are given, unless those before were given so too."""
+    geometry = loaded.geometry
+    record = {
+        "kind": "environment",
+        "command": command_line(request),
+        **environment(loaded.model),
+        "layers": geometry.n_layers,
+        "packed": list(geometry.packed),
+    }
+    if log.of(kind="environment")[-1:] != [record]:
+        log.append(record)
+
+
+def command_line(request: EvaluationRequest) -> str:
+    """``lamina evaluate`` with the options of a request that are not the defaults."""
+    words = ["lamina", "evaluate"]
+    for field in fields(request):
+        value = getattr(request, field.name)
+        if value != field.default:
+            words += ["--" + field.name] + ([] if value is True else [str(value)])
+    return shlex.join(words)
 
 
 def parse_tasks(text: str, chat: bool) -> list[Task]:

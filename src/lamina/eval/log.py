@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Log:
             self._shorten(0)
             self._write(head)
             return
-        found, *self.records = [self._parse(number, line) for number, line in enumerate(lines, 1)]
+        found, *self.records = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
         if found.get("run") != head["run"]:
             before = found.get("settings")
             known = before if isinstance(before, dict) else {}
@@ -67,19 +68,6 @@ class Log:
         """Records with these fields, in the order in which they were written."""
         return [r for r in self.records if all(r.get(k) == v for k, v in fields.items())]
 
-    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(
-                f"{self.path} line {number} is damaged ({error}); delete the line to answer its prompt again"
-            ) from error
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{self.path} line {number} is no record of an evaluation; delete it, or choose another folder"
-            )
-        return record
-
     def _shorten(self, n_bytes: int) -> None:
         if self.path.exists():
             os.truncate(self.path, n_bytes)
@@ -96,3 +84,57 @@ class Log:
             raise DataError(f"cannot write {self.path}: {error}. Free some space, or choose another folder.") from error
         written: dict[str, Any] = json.loads(line)
         return written
+
+
+@dataclass(frozen=True)
+class Written:
+    """A log as it was found, by someone who does not go on with it.
+
+    Attributes
+    ----------
+    path : Path
+        The file, which is left as it is.
+    settings : dict
+        What the records depend on.
+    records : list of dict
+        All whole ones; ``cut`` says that the last line is not, as after an interruption or while the run goes on.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    records: list[dict[str, Any]]
+    cut: bool = False
+
+    def of(self, **fields: Any) -> list[dict[str, Any]]:
+        """Records with these fields, in the order in which they were written."""
+        return [r for r in self.records if all(r.get(k) == v for k, v in fields.items())]
+
+
+def read_log(path: Path) -> Written:
+    """Read a log whatever its settings; DataError if it is none, or is damaged."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    cut = bool(lines) and not lines[-1].endswith(b"\n")
+    if len(lines) == cut:
+        raise DataError(f"{path} holds nothing yet; run `lamina evaluate` with its folder first")
+    head, *records = [_parse(path, number, line) for number, line in enumerate(lines[: len(lines) - cut], 1)]
+    settings = head.get("settings")
+    if not isinstance(settings, dict) or head.get("run") != digest(settings):
+        raise DataError(
+            f"{path} is no log of an evaluation: its first line has no settings, or not those it was made with"
+        )
+    return Written(path, settings, records, cut)
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            f"{path} line {number} is damaged ({error}); delete the line to answer its prompt again"
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(f"{path} line {number} is no record of an evaluation; delete it, or choose another folder")
+    return record

@@ -118,7 +118,7 @@ class Evaluation:
                 controller.load(done[-1]["controller"])
             for item in todo:
                 record = {"kind": "answer", "task": task.name, "arm": arm.name, "seed": seed, "item": item.id}
-                record["prompt"] = _digest(item)
+                record |= {"prompt": _digest(item), "simulated": arm.simulated}
                 record |= self._answer(task, item, new())
                 if controller is not None:
                     record["tiers"] = [list(pair) for pair in controller.tiers]
@@ -190,12 +190,14 @@ class Evaluation:
             **stop, **cache_kwarg(self.model, cache),
         )  # fmt: skip
         text = str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-        bits = cache.bits()
+        bits, memory = cache.bits(), cache.memory()
+        # The last token is written, not read.
+        bf16 = 2 * model_geometry(self.model.config).elements(out.shape[1] - 1) + memory.get("host_layers", 0)
         return {
             "right": bool(task.grade(item, text)), "text": text, "prompt_tokens": ids.shape[1],
             "tokens": out.shape[1] - ids.shape[1], "bits_history": _number(bits["history"]),
             "bits_at_context": _number(bits["context"]), "tier_mean": _number(cache.average_tier),
-            "kv_bytes": sum(cache.memory().values()),
+            "kv_bytes": sum(memory.values()), "kv_bytes_by_kind": memory, "kv_bytes_bf16": bf16,
         }  # fmt: skip
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from lamina.eval.log import Log
-from lamina.eval.statistics import Comparison, Interval, compare, proportion
+from lamina.eval.arms import ARMS
+from lamina.eval.log import Log, Written
+from lamina.eval.statistics import Comparison, Interval, compare, interval, proportion
 from lamina.json_values import finite
 
 BASELINE = "bf16"
@@ -33,6 +34,10 @@ class Score:
         Of the last answer, K and V by packed layer, of an arm with a controller.
     against : Comparison or None
         With the exact cache, if that was run.
+    simulated : bool
+        Whether the arm was simulated instead of stored.
+    bits_interval, context_interval : Interval or None
+        ``bits`` and ``bits_at_context`` with bootstrap intervals over prompts.
     """
 
     task: str
@@ -44,9 +49,12 @@ class Score:
     bits_at_context: float | None
     tiers: list[tuple[int, int]] | None
     against: Comparison | None
+    simulated: bool = False
+    bits_interval: Interval | None = None
+    context_interval: Interval | None = None
 
 
-def summarise(log: Log) -> list[Score]:
+def summarise(log: Log | Written) -> list[Score]:
     """Scores of everything in a log; an arm is compared once it has answered what the exact cache has."""
     answers: dict[str, dict[str, dict[tuple[int, str], dict[str, Any]]]] = {}
     for r in log.of(kind="answer"):
@@ -69,15 +77,26 @@ def _score(task: str, arm: str, records: Sequence[dict[str, Any]], against: Comp
     seeds = sorted({r["seed"] for r in records})
     by_seed = [float(np.mean([x for x, r in zip(right, records) if r["seed"] == seed])) for seed in seeds]
     tiers = records[-1].get("tiers")
+    bits, context = _interval(records, "bits_history"), _interval(records, "bits_at_context")
     return Score(
-        task, arm, len(records), proportion(right), by_seed, _mean(records, "bits_history"),
-        _mean(records, "bits_at_context"), [(k, v) for k, v in tiers] if tiers else None, against,
+        task, arm, len(records), proportion(right), by_seed, _middle(bits), _middle(context),
+        [(k, v) for k, v in tiers] if tiers else None, against, is_simulated(arm, records), bits, context,
     )  # fmt: skip
 
 
-def _mean(records: Sequence[dict[str, Any]], field: str) -> float | None:
-    known = [r[field] for r in records if r[field] is not None]
-    return float(np.mean(known)) if known else None
+def is_simulated(arm: str, records: Sequence[dict[str, Any]]) -> bool:
+    """Whether records say so; of those that do not tell, whether the arm of this name is."""
+    told = [r["simulated"] for r in records if "simulated" in r]
+    return any(told) if told else arm in ARMS and ARMS[arm].simulated
+
+
+def _interval(records: Sequence[dict[str, Any]], field: str) -> Interval | None:
+    known = [r[field] for r in records if r.get(field) is not None]
+    return interval(known) if known else None
+
+
+def _middle(x: Interval | None) -> float | None:
+    return None if x is None else x.mean
 
 
 def as_json(scores: Sequence[Score], settings: dict[str, Any]) -> dict[str, Any]:
@@ -97,10 +116,15 @@ def as_markdown(scores: Sequence[Score]) -> str:
             verdict = s.against.verdict() if s.against is not None else ""
             band = f"{s.accuracy.low:.1%} to {s.accuracy.high:.1%}"
             right = f"{s.accuracy.mean:.1%} of {s.n}"
-            cells = (s.arm, _figure(s.bits), _figure(s.bits_at_context), right, band, verdict)
+            cells = (shown_name(s.arm, s.simulated), _figure(s.bits), _figure(s.bits_at_context), right, band, verdict)
             lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def shown_name(arm: str, simulated: bool) -> str:
+    """An arm's name, which says so if it is simulated."""
+    return f"{arm} (simulated)" if simulated else arm
 
 
 def _figure(x: float | None) -> str:
