@@ -265,6 +265,28 @@ def evaluate(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of `lamina evaluate`, or of several.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="HTML file to write; report.html in DIR unless told.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout instead of a page.")] = False,
+) -> None:
+    """Draw what an evaluation found as a page, with a Markdown table beside it."""
+    from lamina.app.evaluation_report import report_document, run_report
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    if json:
+        if output is not None:
+            raise ConfigError("--json writes no page; leave out -o or --json")
+        screen.json(report_document(folder))
+    else:
+        written = run_report(folder, output)
+        screen.show(f"{written.page}: the page of {folder}; {written.table}: its tables")
+
+
+@app.command()
 def fidelity(
     model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
     profile: ProfileFile,
@@ -310,6 +332,82 @@ def fidelity(
     )
     report = run_fidelity(request, screen)
     screen.publish(report.as_json(), json, fidelity_table(report))
+
+
+@app.command()
+def ablate(
+    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    profile: ProfileFile,
+    text: Annotated[
+        str, typer.Option(help="Text or JSONL file, data set, or `default`: what calibration leaves out of it.")
+    ] = "default",
+    study: Annotated[
+        list[str] | None, typer.Option(help="What to vary; may be repeated. All unless told; a wrong name lists them.")
+    ] = None,
+    other_profile: Annotated[
+        list[Path] | None, typer.Option(help="Another calibration, for the study `calibration`; may be repeated.")
+    ] = None,
+    field: Field = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens in all, rounded down to whole sequences.")] = 2048,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence, at most all.")] = 2048,
+    sink: Sink = 64,
+    recent: Recent = 256,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    csv: Annotated[Path | None, typer.Option(help="CSV file to write, one row an arm.")] = None,
+    json: Json = False,
+) -> None:
+    """Vary one thing at a time, from rotation to scales, and say what it does to the next token."""
+    from lamina.app.ablate import AblationRequest, run_ablation
+    from lamina.app.ablate_tables import ablation_tables, write_csv
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    request = AblationRequest(
+        model, profile, text, field, tokens, seq_len, sink, recent, dtype, device, seed, csv,
+        studies=tuple(study or ()), others=tuple(other_profile or ()),
+    )  # fmt: skip
+    report = run_ablation(request, screen)
+    if csv is not None:
+        write_csv(report.rows(), csv)
+    screen.publish(report.as_json(), json, *ablation_tables(report))
+
+
+@app.command()
+def stages(
+    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    profile: ProfileFile,
+    arms: Annotated[
+        str, typer.Option(help="Ways of keeping the cache, with commas; a wrong name lists them all.")
+    ] = "naive-int2,hadamard-int2,oscar-int2,lamina-int2,lamina-k4v2,lamina-int4",
+    text: Annotated[
+        str, typer.Option(help="Text or JSONL file, data set, or `default`: what calibration leaves out of it.")
+    ] = "default",
+    field: Field = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens in all, rounded down to whole sequences.")] = 2048,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence, at most all.")] = 2048,
+    sink: Sink = 64,
+    recent: Recent = 256,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    csv: Annotated[Path | None, typer.Option(help="CSV file to write, one row a layer of an arm.")] = None,
+    json: Json = False,
+) -> None:
+    """Say how large the error is in cache, logits, attention output and hidden state of each layer."""
+    from lamina.app.ablate import StagesRequest, run_stages
+    from lamina.app.ablate_tables import stages_tables, write_csv
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    request = StagesRequest(
+        model, profile, text, field, tokens, seq_len, sink, recent, dtype, device, seed, csv, arms=arms
+    )  # fmt: skip
+    report = run_stages(request, screen)
+    if csv is not None:
+        write_csv(report.rows(), csv)
+    screen.publish(report.as_json(), json, *stages_tables(report))
 
 
 @app.command()
