@@ -147,8 +147,8 @@ class DecodeGraph:
                 )
             raise NonFiniteError(
                 f"layer {mark - 1}: a key or value row among the last of the cache's {self.cache.seen} tokens holds "
-                "NaN or Inf; the model's weights are damaged, or its dtype overflows (try bfloat16); crop the cache to go "
-                "on"
+                "NaN or Inf; the model's weights are damaged, or its dtype overflows (try bfloat16); crop the cache "
+                "to go on"
             )
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
