@@ -28,6 +28,7 @@ WINDOW = WindowConfig(64, 64, 0)
 def device(request, monkeypatch):
     if request.param == "cpu":
         on_host(monkeypatch, encode)
+        monkeypatch.setattr(encode, "_most_shared", lambda device: 227 * 1024)
     return request.param
 
 
@@ -111,6 +112,16 @@ def test_pages_are_as_the_encoder_writes_them(dim, heads, codec, dtype, device):
     assert torch.equal(mine.arena.table[closed], theirs.arena.table[closed])
     for side, rows in enumerate((k, v)):
         assert compare(mine, theirs, rows, side) < (2e-3 if dtype != torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_with_little_shared_memory_reads_the_matrix_in_place(device, dtype, monkeypatch):
+    monkeypatch.setattr(encode, "_most_shared", lambda device: 20 * 1024)
+    theirs, mine = stores(2, 64, CodecConfig(), dtype, [(2, 4)], device)
+    assert not mine.writer.geometry.staged and mine.writer.geometry.shared_bytes < 20 * 1024
+    k, v = random_rows(1, 2, 330, 64, dtype=dtype)
+    append((theirs, mine), k, v)
+    assert compare(mine, theirs, k, 0) < 2e-3 and compare(mine, theirs, v, 1) < 2e-3
 
 
 def test_rows_that_lie_scattered_are_read_in_place_or_copied(device):

@@ -52,6 +52,7 @@ def device(request, monkeypatch):
     if request.param == "cpu":
         for module in (decode, encode, tables):
             on_host(monkeypatch, module)
+        monkeypatch.setattr(encode, "_most_shared", lambda device: 227 * 1024)
         monkeypatch.setattr(hf_layer, "LayerStore", partial(LayerStore, mirrored=True))
         monkeypatch.setattr(hf_layer, "page_writer", CudaPageWriter)
 

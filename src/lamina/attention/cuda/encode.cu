@@ -1,7 +1,8 @@
 // Whole pages of engine rows -> packed basis -> codes, scales, midpoints, gains and centers, as lamina/codec/page.py
 // says (Lamina SPEC 4), written straight into records and slabs.
 //
-// Compiled for one geometry: D, HKV, CENTERED, KIND (see pages.cu) and RULE (0 minmax, 1 clip, 2 unbiased). A block has
+// Compiled for one geometry: D, HKV, CENTERED, KIND (see pages.cu), RULE (0 minmax, 1 clip, 2 unbiased), and STAGED, which
+// says that the matrix is in shared memory. A block has
 // one side and KV head and goes through pages, GROUPS of them at a time; four warps have a page, a warp 16 rows of it, a
 // quad of lanes two of them, a lane D/4 channels of each. Which channels is chosen such that a lane has whole bytes of
 // every slab: channel p D/4 + c D/16 + j, p < 4, j < D/16.
@@ -13,8 +14,7 @@
 #define WARPS 4
 #define BYTES (D / 16)
 #define VALUES (D / 4)
-#define STAGED (D <= 128)  // the matrix is in shared memory
-#define COPIED (STAGED && KIND != 0)  // and rows are, on their way while those before them are quantised
+#define COPIED (STAGED && KIND != 0)  // rows are in shared memory, on their way while those before them are quantised
 #define PITCH (2 * D + 16)  // bytes between rows: a warp's reads meet no bank twice
 #define AHEAD 4  // otherwise, steps of 16 channels whose rows are fetched at once
 #define APART 4000  // cycles

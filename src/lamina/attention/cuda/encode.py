@@ -18,7 +18,7 @@ from lamina.pages.writer import FilledPages
 WARPS, GROUPS = 4, 2
 """Warps of a page and pages that a block has at a time, as in ``encode.cu``."""
 STAGED_DIM = 128
-"""Head dimension up to which a block has the matrix in shared memory."""
+"""Head dimension up to which a block has the matrix in shared memory, where the GPU has as much."""
 MOST_DIM = 256
 RULES = {ScaleRule.MINMAX: 0, ScaleRule.CLIP: 1, ScaleRule.UNBIASED: 2}
 
@@ -32,24 +32,25 @@ class Geometry:
     centered: bool
     kind: int
     rule: int
+    staged: bool
 
     def defines(self) -> dict[str, int]:
         """Macros."""
         return {
             "D": self.head_dim, "HKV": self.n_kv_heads, "CENTERED": int(self.centered), "KIND": self.kind,
-            "RULE": self.rule,
+            "RULE": self.rule, "STAGED": int(self.staged),
         }  # fmt: skip
 
     @property
     def blocks(self) -> int:
         """Blocks that a multiprocessor holds."""
-        return 2 if self.head_dim <= STAGED_DIM else 1
+        return 2 if self.head_dim <= 128 else 1
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: sums over a page's rows, the matrix, and rows on their way."""
         sums = 4 * GROUPS * WARPS * (3 * self.head_dim + 2 * 9)
-        matrix = 4 * self.head_dim**2 if self.head_dim <= STAGED_DIM else 0
+        matrix = 4 * self.head_dim**2 if self.staged else 0
         copied = GROUPS * PAGE_TOKENS * (2 * self.head_dim + 16) if matrix and self.kind != KINDS[torch.float32] else 0
         return -(-sums // 16) * 16 + matrix + copied
 
@@ -74,6 +75,13 @@ def _module(geometry: Geometry, device: torch.device) -> Module:
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _most_shared(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have."""
+    # Left out by older versions of torch; what any such GPU has.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024))
 
 
 def operands(matrices: Tensor) -> Tensor:
@@ -114,7 +122,10 @@ class CudaPageWriter:
     def __init__(self, encoder: PageEncoder, dtype: torch.dtype) -> None:
         self.encoder, self.dtype = encoder, dtype
         codec, dim = encoder.codec, encoder.k_forward.shape[-1]
-        self.geometry = Geometry(dim, len(encoder.k_forward), codec.center, KINDS[dtype], RULES[codec.rule])
+        shape = dim, len(encoder.k_forward), codec.center, KINDS[dtype], RULES[codec.rule]
+        staged = Geometry(*shape, staged=dim <= STAGED_DIM)
+        fits = staged.shared_bytes <= _most_shared(encoder.k_forward.device)
+        self.geometry = staged if fits else Geometry(*shape, staged=False)
         self.clips = [min(int(ratio * dim), dim - 1) for ratio in (codec.clip_k, codec.clip_v)]
         self.matrices = operands(encoder.k_forward), operands(encoder.v_forward)
         self.queue: EncodeQueue | None = None
