@@ -265,6 +265,28 @@ def evaluate(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of `lamina evaluate`, or of several.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="HTML file to write; report.html in DIR unless told.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout instead of a page.")] = False,
+) -> None:
+    """Draw what an evaluation found as a page, with a Markdown table beside it."""
+    from lamina.app.evaluation_report import report_document, run_report
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    if json:
+        if output is not None:
+            raise ConfigError("--json writes no page; leave out -o or --json")
+        screen.json(report_document(folder))
+    else:
+        written = run_report(folder, output)
+        screen.show(f"{written.page}: the page of {folder}; {written.table}: its tables")
+
+
+@app.command()
 def fidelity(
     model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
     profile: ProfileFile,

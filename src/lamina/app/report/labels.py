@@ -8,6 +8,7 @@ LINE_HEIGHT = 14.0
 ASCENT = 11.0
 MARKER = 6.0
 GAP = 4.0
+APART = 20.0
 NEAR = MARKER + GAP + LINE_HEIGHT
 
 
@@ -52,16 +53,22 @@ class Label:
         return Box(self.x, top, self.x + CHAR_WIDTH * len(self.text), top + LINE_HEIGHT)
 
 
-def place_labels(points: Sequence[tuple[str, float, float]], bounds: Box) -> list[Label]:
-    """One label a point (name, x, y), each at the free place nearest to it.
+def place_labels(points: Sequence[tuple[str, float, float]], bounds: Box, others: Sequence[Box] = ()) -> list[Label]:
+    """One label a point (name, x, y), each at the free place nearest to it that covers none of ``others`` either.
 
+    A label that needs a line keeps away from other points, so that it is not taken for theirs.
     Where a picture is too full for all names, those that come last keep their first choice and may cover something.
     """
-    taken = [Box(x - MARKER, y - MARKER, x + MARKER, y + MARKER) for _, x, y in points]
+    taken = [Box(x - MARKER, y - MARKER, x + MARKER, y + MARKER) for _, x, y in points] + list(others)
     labels = []
-    for name, x, y in points:
+    for i, (name, x, y) in enumerate(points):
         choices = list(_places(name, x, y, bounds))
-        free = (c for c in choices if c.box.is_within(bounds) and not any(c.box.overlaps(b) for b in taken))
+        strange = [Box(x - APART, y - MARKER, x + APART, y + MARKER) for j, (_, x, y) in enumerate(points) if j != i]
+        free = (
+            c
+            for c in choices
+            if c.box.is_within(bounds) and not any(c.box.overlaps(b) for b in taken + strange * c.leader)
+        )
         label = next(free, choices[0])
         taken.append(label.box)
         labels.append(label)
