@@ -355,12 +355,12 @@ def ablate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = 0,
-    csv: Annotated[Path | None, typer.Option(help="CSV file to write, one row an arm.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="CSV file, one row an arm; grows study by study.")] = None,
     json: Json = False,
 ) -> None:
     """Vary one thing at a time, from rotation to scales, and say what it does to the next token."""
     from lamina.app.ablate import AblationRequest, run_ablation
-    from lamina.app.ablate_tables import ablation_tables, write_csv
+    from lamina.app.ablate_tables import ablation_tables
     from lamina.app.screen import Screen
 
     screen = Screen()
@@ -369,8 +369,6 @@ def ablate(
         studies=tuple(study or ()), others=tuple(other_profile or ()),
     )  # fmt: skip
     report = run_ablation(request, screen)
-    if csv is not None:
-        write_csv(report.rows(), csv)
     screen.publish(report.as_json(), json, *ablation_tables(report))
 
 
@@ -397,7 +395,7 @@ def stages(
 ) -> None:
     """Say how large the error is in cache, logits, attention output and hidden state of each layer."""
     from lamina.app.ablate import StagesRequest, run_stages
-    from lamina.app.ablate_tables import stages_tables, write_csv
+    from lamina.app.ablate_tables import stages_tables
     from lamina.app.screen import Screen
 
     screen = Screen()
@@ -405,8 +403,6 @@ def stages(
         model, profile, text, field, tokens, seq_len, sink, recent, dtype, device, seed, csv, arms=arms
     )  # fmt: skip
     report = run_stages(request, screen)
-    if csv is not None:
-        write_csv(report.rows(), csv)
     screen.publish(report.as_json(), json, *stages_tables(report))
 
 

@@ -1,5 +1,7 @@
 """What ``lamina ablate`` and ``lamina stages`` do: studies of one thing at a time, and the error at four stages."""
 
+import csv
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +131,7 @@ class StagesReport:
 
 
 def run_ablation(request: AblationRequest, screen: Screen) -> AblationReport:
-    """Run studies; every setting is checked before the weights are read."""
+    """Run studies; every setting is checked before the weights are read. The CSV grows study by study."""
     studies = parse_studies(request.studies)
     window, profile = _check(request, screen)
     studies, left_out = _runnable(studies, request, profile, screen)
@@ -140,6 +142,7 @@ def run_ablation(request: AblationRequest, screen: Screen) -> AblationReport:
         what = f"Study {study.name} ({study.what}): {len(study.arms)} arms on {on.tokens:,} tokens"
         with screen.progress(what, on.tokens) as done:
             results.append(run.run(study, done))
+        _write(AblationReport(on, results, []).rows(), request.csv)
     left_out += [f"{r.study.name} {'; '.join(r.left_out)}: {NO_GROUPS}" for r in results if r.left_out]
     return AblationReport(on, results, left_out)
 
@@ -154,7 +157,9 @@ def run_stages(request: StagesRequest, screen: Screen) -> StagesReport:
     total = on.tokens * len(arms)
     with screen.progress(f"Measuring four stages of {len(arms)} arms on {on.tokens:,} tokens", total) as done:
         found = measure_stages(loaded.model, profile, arms, sequences, window=window, progress=done)
-    return StagesReport(on, found)
+    report = StagesReport(on, found)
+    _write(report.rows(), request.csv)
+    return report
 
 
 def _check(request: TextRequest, screen: Screen) -> tuple[WindowConfig, Profile]:
@@ -235,3 +240,21 @@ def _read(
 
 def _where(on: Measured) -> Row:
     return {"text": Path(on.text).name, "tokens": on.tokens, "sink": on.window.sink, "recent": on.window.recent}
+
+
+def _write(rows: Sequence[Row], path: Path | None) -> None:
+    """Write rows that all have the same columns as CSV, if there is a file to write."""
+    if path is None:
+        return
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows({name: _plain(x) for name, x in row.items()} for row in rows)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}. Choose another file with --csv.") from error
+
+
+def _plain(value: Any) -> Any:
+    """A float in six digits, and none where there is no figure."""
+    return ("" if value != value else f"{value:.6g}") if isinstance(value, float) else value

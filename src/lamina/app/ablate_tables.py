@@ -1,16 +1,12 @@
-"""Studies and stages as tables for people, and as CSV."""
+"""Studies and stages as tables for people."""
 
-import csv
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from lamina.app.ablate import AblationReport, Measured, StagesReport
 from lamina.app.tables import figures_table
-from lamina.errors import ConfigError
 from lamina.eval.ablation import StudyResult
 from lamina.eval.stages import STAGES, ArmStages, Stages
 
@@ -34,17 +30,6 @@ def stages_tables(report: StagesReport) -> list[Table | str]:
         "The hidden state after a layer carries the errors of all layers up to it. At the last page's tokens."
     ) + ("\n" + SIMULATED if any(arm.simulated for arm in report.arms) else "")
     return [first, *(_layers_table(arm) for arm in report.arms)]
-
-
-def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows that all have the same columns."""
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows({name: _plain(x) for name, x in row.items()} for row in rows)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}. Choose another file with --csv.") from error
 
 
 _STAGE_HEADS = ("K rows", "V rows", "logits", "output", "hidden")
@@ -90,8 +75,3 @@ def _nats(x: float, sign: str = "") -> str:
 
 def _on(on: Measured) -> str:
     return f"{on.tokens:,} tokens of {Path(on.text).name}, S={on.window.sink}, R={on.window.recent}"
-
-
-def _plain(value: Any) -> Any:
-    """A float in six digits, and none where there is no figure."""
-    return ("" if value != value else f"{value:.6g}") if isinstance(value, float) else value
