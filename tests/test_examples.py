@@ -1,7 +1,7 @@
 """Every example in the documentation runs: Python blocks, commands and docstrings, as they are written.
 
-They run in a folder where ``MODEL`` is a tiny Llama, ``model.profile`` its profile and ``mine.jsonl`` a text, with
-``model``, ``tokenizer`` and ``inputs`` at hand.
+They run in a folder where ``MODEL`` is a tiny Llama, ``model.profile`` its profile, ``mine.jsonl`` and ``tuning.jsonl``
+texts, with ``model``, ``tokenizer`` and ``inputs`` at hand.
 """
 
 import ast
@@ -83,8 +83,9 @@ def each(examples: list[Example]) -> pytest.MarkDecorator:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     save_tiny(folder / "MODEL", folder / "model.profile", model_id="MODEL")
-    texts = (f"Paragraph {i} says {i * i} and then no more. " * 4 for i in range(200))
-    (folder / "mine.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name in ("mine", "tuning"):
+        texts = (f"Paragraph {i} of {name} says {i * i} and then no more. " * 4 for i in range(200))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return folder
 
 

@@ -130,7 +130,7 @@ def _cuda() -> tuple[State, str, str]:
     if problem is not None:
         slow = f"; no kernels: {problem}; attention and encoding run in plain torch there, correct but slow"
         return "limited", "; ".join(devices) + slow, "use an NVIDIA GPU of capability 8.0 or newer, and torch with CUDA"
-    return "ok", "; ".join(devices) + "; kernels compile and run: decoding, prompts, encoding, CUDA graphs", ""
+    return "ok", "; ".join(devices) + "; a kernel compiles and runs; those of a model are compiled on first use", ""
 
 
 def _kernel_problem(index: int) -> str | None:
