@@ -31,8 +31,9 @@ def test_a_run_of_the_tiny_model(tiny, lamina, refused, tmp_path):
     assert table(page, "w1-bytes-data")[1][-1] == "100.0%"
     facts = dict(table(page, "environment")[1:])
     assert facts["dtype"] == "float32" and facts["packed layers"] == "2 of 2"
-    command = words(page.find(".//pre[@id='command']"))
-    assert command.startswith("lamina evaluate --model") and "--seeds 2" in command
+    command, again = "".join(page.find(".//pre[@id='command']").itertext()).splitlines()
+    assert command.startswith("lamina evaluate --model") and command.endswith("--n 1 --seeds 2")
+    assert again == f"lamina report {folder}"
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     assert "| kivi-int2 (simulated) | 3." in markdown and command in markdown
     document = json.loads(lamina("report", folder, "--json").stdout)

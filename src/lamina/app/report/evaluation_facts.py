@@ -1,5 +1,6 @@
 """What an evaluation says in words: settings, circumstances, how to do it again, and what to know."""
 
+import shlex
 from pathlib import PurePath
 from typing import Any
 
@@ -58,8 +59,9 @@ def circumstances(found: Found) -> Table | None:
 
 
 def commands(found: Found) -> list[str]:
-    """What to type to get the answers and this page again."""
-    return list(dict.fromkeys(str(r["command"]) for run in found.runs for r in run.environments if r.get("command")))
+    """What to type to get the answers and this page again; nothing if how they were got was not recorded."""
+    typed = dict.fromkeys(str(r["command"]) for run in found.runs for r in run.environments if r.get("command"))
+    return [*typed, shlex.join(["lamina", "report", str(found.folder)])] if typed else []
 
 
 def _layers(record: dict[str, Any]) -> str:
