@@ -155,6 +155,19 @@ def test_what_does_not_fit_is_left_out_with_its_reason(ablate):
     assert [s.name for s in parse_studies(())] == list(STUDIES)
 
 
+def test_the_csv_of_a_run_that_stops_holds_the_studies_that_were_done(ablate, tmp_path, monkeypatch):
+    run = Ablation.run
+
+    def stops(self, study, progress=None):
+        if study.name == "clip":
+            raise KeyboardInterrupt
+        return run(self, study, progress)
+
+    monkeypatch.setattr(Ablation, "run", stops)
+    assert ablate("--study", "target", "--study", "clip", "--csv", tmp_path / "a.csv").exit_code != 0
+    assert [row["study"] for row in csv.DictReader((tmp_path / "a.csv").open())] == ["target"] * 5
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
