@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from host import HostModule, needs_compiler
 from torch import Tensor
 
+from host import HostModule, needs_compiler
 from lamina.attention.cuda.nvrtc import KernelError
 
 pytestmark = needs_compiler

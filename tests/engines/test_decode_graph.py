@@ -13,7 +13,7 @@ from lamina.control.config import ControllerConfig
 from lamina.engines import hf_layer
 from lamina.engines.hf import LaminaCache, cache_kwarg
 from lamina.engines.hf_graph import DecodeGraph
-from lamina.errors import CacheStateError, ConfigError, NonFiniteError
+from lamina.errors import CacheStateError, ConfigError, MemoryBudgetError, NonFiniteError
 from lamina.pages import LayerStore, WindowConfig
 from tiny_models import PAD, logits_of, profile_of
 
@@ -210,6 +210,83 @@ def test_a_byte_limit_holds():
 
     _, _, caches = both(model, run, tiers=8, window=WINDOW, max_bytes=limit)
     assert caches[1].pager.planes_shed > 0
+
+
+def test_storage_that_a_refused_call_moves_is_found_again():
+    """Making room for what does not fit cuts free slots; a graph that went on with the old storage would lose rows."""
+    model, prompt = build("Llama"), tokens(1, 200)
+    free = LaminaCache(model, profile_of("Llama"), tiers=8, window=WINDOW)
+    read(model, free, tokens(1, 280))
+    limit = sum(free.memory().values())
+
+    def run(cache):
+        read(model, cache, prompt)
+        found = [steps(model, cache, tokens(1, 1), 5)]
+        with pytest.raises(MemoryBudgetError):
+            read(model, cache, tokens(1, 3000, 4))
+        found.append(steps(model, cache, tokens(1, 1, 2), 30))
+        found.append(read(model, cache, tokens(1, 20, 3))[:, None])
+        return torch.cat(found, 1)
+
+    plain, graphed, caches = both(model, run, tiers=8, window=WINDOW, max_bytes=limit)
+    torch.testing.assert_close(graphed, plain, rtol=0, atol=2e-2)
+    for store in caches[1].stores:
+        assert [s.length for s in store.sequences] == [255]
+
+
+def test_sequences_that_share_an_open_page_part():
+    model, prompt = build("Llama"), tokens(1, 100)
+
+    def run(cache):
+        read(model, cache, prompt)
+        cache.select([0, 0, 0])
+        return steps(model, cache, tokens(3, 1), 40)
+
+    plain, graphed, _ = both(model, run, tiers=8, window=WINDOW)
+    torch.testing.assert_close(graphed, plain, rtol=0, atol=5e-3)
+
+
+def test_a_step_that_fails_may_be_repeated():
+    model, prompt = build("Llama"), tokens(1, 100)
+    profile = profile_of("Llama")
+    caches = [LaminaCache(model, profile, tiers=8, window=WINDOW) for _ in (0, 1)]
+    found = []
+    for cache in caches:
+        with graph_of(model, cache):
+            read(model, cache, prompt)
+            if cache is caches[1]:
+                hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+                for _ in range(2):
+                    with pytest.raises(ZeroDivisionError):
+                        read(model, cache, tokens(1, 1))
+                hook.remove()
+            found.append(steps(model, cache, tokens(1, 1), 30))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
+
+
+def test_a_graph_may_be_opened_again_and_leaves_the_model_as_it_was():
+    model, prompt = build("Llama"), tokens(1, 100)
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    mine = model.forward
+    plain = LaminaCache(model, profile_of("Llama"), tiers=8, window=WINDOW)
+    cache = LaminaCache(model, profile_of("Llama"), tiers=8, window=WINDOW, controller=ControllerConfig(rate=1.0))
+    model.forward = own
+    del model.forward
+    expected = [read(model, plain, prompt), steps(model, plain, tokens(1, 1), 4), steps(model, plain, tokens(1, 1), 4)]
+    model.forward = mine
+    graph = graph_of(model, cache)
+    model.forward = mine
+    got = []
+    with graph:
+        got += [read(model, cache, prompt), steps(model, cache, tokens(1, 1), 4)]
+    assert model.forward is mine
+    with graph:
+        got.append(steps(model, cache, tokens(1, 1), 4))
+        cache.reset()
+    del model.forward
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-3)
 
 
 def test_damaged_rows_are_reported():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lamina.attention.cuda.decode import COLUMNS_PER_TILE, MOST_DIM, MOST_TILES, NewRows, attend_cuda
+from lamina.attention.cuda.decode import COLUMNS_PER_TILE, KINDS, MOST_DIM, MOST_TILES, NewRows, attend_cuda
 from lamina.attention.cuda.encode import EncodeQueue
 from lamina.attention.cuda.tables import Patches
 from lamina.attention.dispatch import announce_once
@@ -78,7 +78,7 @@ class DecodeGraph:
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._signals: Tensor | None = None
         self._measured = False
-        self._undecided: Tensor | None = None
+        self._undecided: tuple[Tensor, int] | None = None
         self._storage: tuple[int, ...] = ()
         self._versions: list[int] = []
         self._views: dict[int, StoreView] = {}
@@ -95,6 +95,8 @@ class DecodeGraph:
             return "the model is spread over several devices; a step is captured on one"
         if cache.controller is not None and cache.controller.config.canary == Canary.RING:
             return "the ring canary reads its keys on the host; use the anchored canary, or no graph"
+        if model.dtype not in KINDS:
+            return f"the model is {model.dtype}; the kernels take {', '.join(map(str, KINDS))}"
         for layer in cache.geometry.packed.values():
             if layer.head_dim > MOST_DIM:
                 return f"the head dimension is {layer.head_dim}; the kernels take up to {MOST_DIM}"
@@ -110,6 +112,7 @@ class DecodeGraph:
             return self._call(*args, **kwargs)
 
         setattr(forward, TAKEN, True)
+        self._before = vars(self.model).get("forward")
         self.model.forward = forward
         return self
 
@@ -117,12 +120,18 @@ class DecodeGraph:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Give the model back, and take the last decision."""
-        del self.model.forward
+        if self._before is None:
+            del self.model.forward
+        else:
+            self.model.forward = self._before
         self._release()
         for store in self.cache.stores:
             store.holds_storage = False
-        if error is None:
-            self.flush()
+        try:
+            if error is None:
+                self.flush()
+        finally:
+            self._versions, self._on_device = [], []
 
     def flush(self) -> None:
         """Wait for the device, take the decision that the last measured step is for, and raise what went wrong."""
@@ -133,9 +142,9 @@ class DecodeGraph:
     def _take_in(self) -> None:
         """Take the decision that the last measured step is for, and raise what the device has reported."""
         if self._undecided is not None:
-            found, self._undecided = self._undecided, None
+            (found, context), self._undecided = self._undecided, None
             if self.cache.control is not None:
-                self.cache.control.decide(found.cpu(), max(self.cache.lengths))
+                self.cache.control.decide(found.cpu(), context)
         mark = int(self._reported) if self._on_device else 0
         if mark:
             self._wrong.zero_()
@@ -183,6 +192,9 @@ class DecodeGraph:
             return "its attention mask is not one of all tokens so far and the new one"
         if mask is None and cache.padding.columns is not None:
             return "it has no attention mask, though the cache holds padded rows"
+        for name in ("output_hidden_states", "output_attentions"):
+            if getattr(self.model.config, name, False):
+                return f"the model's configuration sets {name}"
         cache.check_whole()
         return tokens, positions, mask
 
@@ -203,11 +215,16 @@ class DecodeGraph:
             self._lengths.copy_(torch.tensor(self._on_device, dtype=torch.int32))
         if mask is not None:
             self._check_mask(mask)
-        output = self._replay(measured)
+        try:
+            output = self._replay(measured)
+        except BaseException:
+            # The device may have counted the token; it is told all anew.
+            self._on_device = []
+            raise
         self._on_device = [n + 1 for n in self._on_device]
         self._count(batch)
-        if measured:
-            self._undecided = self._signals
+        if measured and self._signals is not None:
+            self._undecided = self._signals, max(cache.lengths)
         result = copy.copy(output)
         result["logits"] = output["logits"].clone()
         return result
@@ -224,6 +241,8 @@ class DecodeGraph:
         cache, stores = self.cache, self.cache.stores
         first = len(self._on_device) != batch
         if first:
+            if self._on_device:
+                self.flush()
             self._release()
             with torch.inference_mode(False):
                 self._tokens, self._positions = torch.zeros(2, batch, 1, dtype=torch.int64, device=self.device)
@@ -231,12 +250,7 @@ class DecodeGraph:
                 self._wrong = torch.zeros(1, dtype=torch.int32, device=self.device)
                 self._reported = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         versions = [store.version for store in stores]
-        if (
-            not first
-            and versions == self._versions
-            and not stores[0].at_edge
-            and not any(s.arena.changed for s in stores)
-        ):
+        if not first and versions == self._versions and not any(s.at_edge or s.arena.changed for s in stores):
             return
         cache.make_room(None, batch, cache.seen, 1, stores[0].dtype)
         for store in stores:
@@ -248,12 +262,12 @@ class DecodeGraph:
             if cache.budget.max_bytes is None:
                 for store in stores:
                     store.reserve(self.reserve, store.tiers())
-            self._look(self.reserve // PAGE_TOKENS)
             self._storage = self._look()
 
-    def _look(self, spare: int = 0) -> tuple[int, ...]:
+    def _look(self) -> tuple[int, ...]:
         """Tell the device of all changes; returns where the storage lies."""
         patches = Patches(self.device)
+        spare = self.reserve // PAGE_TOKENS if self.cache.budget.max_bytes is None else 0
         found: list[int] = []
         for layer in self.cache.ours:
             view = layer.store.view(self._lengths, patches, spare)
@@ -326,7 +340,8 @@ class DecodeGraph:
         result = attend_cuda(query, self._views[layer.index], basis, new=new).with_sinks(basis.sinks)
         if result.spread is not None:
             newest = query[:, :, -1], result.out[:, -1], result.spread[:, :, -1], result.lse_packed[:, :, -1]
-            self._seen[layer.index] = newest
+            # Layers that share another's pages are not asked.
+            self._seen.setdefault(layer.index, newest)
         return result.out
 
     def _count(self, batch: int) -> None:

@@ -235,7 +235,7 @@ class Arena:
         dict
             Page there -> page here.
         """
-        _ = other.loss
+        _ = self.loss, other.loss
         here = [self.pages.allocate() for _ in pages]
         there, ids = _ids(pages), _ids(here)
         for mine, theirs in zip(self.pages.data[:3], other.pages.data[:3]):

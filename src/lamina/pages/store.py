@@ -121,6 +121,7 @@ class LayerStore:
         self.version = 0
         self.holds_storage = False
         self._open = torch.empty(0, dtype=torch.long)
+        self._steps_left = 0
         self._bits = (0, 0)
         self.ids = PageIds(budget, self.arena.device, self.arena.mirrored)
         self._lengths: tuple[list[int], Tensor] = [], torch.empty(0, dtype=torch.int32)
@@ -180,9 +181,7 @@ class LayerStore:
     @property
     def at_edge(self) -> bool:
         """Whether the next step starts or fills a page, or the sequences are not as the last step left them."""
-        return len(self._open) != len(self.sequences) or bool(
-            (self.arena.table[self._open, ROWS] >= PAGE_TOKENS - 1).any()
-        )
+        return self._steps_left <= 0 or len(self._open) != len(self.sequences)
 
     def begin_step(self, cut: Cut | None = None) -> None:
         """Prepare for one row of every sequence that kernels write: each gets an open page of its own.
@@ -193,7 +192,10 @@ class LayerStore:
         self._bits, _ = self._make_room([1] * len(self.sequences), cut)
         last, is_open = self._last_pages(self.sequences)
         for b in (is_open & (self.arena.counts[last, USERS] > 1)).nonzero()[:, 0].tolist():
-            self._own(self.sequences[b], self.arena.cell(self.sequences[b].pages[-1], ROWS))
+            page = self.sequences[b].pages[-1]
+            # The last of those who share a page may keep it.
+            if self.arena.users(page) > 1:
+                self._own(self.sequences[b], self.arena.cell(page, ROWS))
         new = (~is_open).nonzero()[:, 0].tolist()
         starts = [self.sequences[b].length for b in new]
         held = [start >= self.window.sink for start in starts]
@@ -203,11 +205,14 @@ class LayerStore:
             self.sequences[b].pages.append(page)
             self.sequences[b].held += [page] * holds
         self._open = torch.tensor([s.pages[-1] for s in self.sequences], dtype=torch.long)
+        rows = self.arena.table[self._open, ROWS]
+        self._steps_left = PAGE_TOKENS - 1 - int(rows.max()) if len(rows) else 0
 
     def end_step(self) -> None:
         """The kernels have written the row; pages that are full now are closed."""
         for s in self.sequences:
             s.length += 1
+        self._steps_left -= 1
         full = self._open[self.arena.count_row(self._open) == PAGE_TOKENS].tolist()
         if full:
             rows = self.arena.exact.data[0][self.arena.table[full, EXACT].long()]
@@ -403,8 +408,8 @@ class LayerStore:
     def compact(self) -> None:
         """Give the free slots of all pools back to the budget."""
         moved = self.arena.compact()
+        self.version += 1
         if moved:
-            self.version += 1
             for sequence in self._everyone():
                 sequence.pages = [moved.get(p, p) for p in sequence.pages]
                 sequence.held = [moved.get(p, p) for p in sequence.held]
