@@ -10,7 +10,7 @@ from lamina.basis.text import digest
 KEYS = {
     "tier_mean",
     *("name", "bits_history", "bits_at_context", "kl_mean", "kl_median", "kl_p99", "top1", "ppl"),
-    *("kv_bytes", "kv_bytes_bf16", "simulated"),
+    *("kv_bytes", "kv_bytes_bf16", "simulated", "kl_by_position"),
 }
 
 
@@ -35,6 +35,10 @@ def test_json_on_stdout(tiny, fidelity, text_file):
     assert [arm["tier_mean"] for arm in report["arms"]] == [16, 2, 2]
     bf16, lamina, _ = report["arms"]
     assert bf16["kl_mean"] < lamina["kl_mean"]
+    # Two sequences of 448 tokens, a page a stretch; the first pages are read exactly.
+    starts, kl = zip(*lamina["kl_by_position"])
+    assert list(starts) == list(range(0, 448, 64)) and sum(kl) / len(kl) == pytest.approx(lamina["kl_mean"])
+    assert kl[0] < 1e-6 < kl[-1]
     assert 2 < lamina["bits_history"] < 5
     assert "Measuring 3 arms on 896 tokens" in result.stderr
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from lamina.engines.hf import ATTENTION, cache_kwarg
 from lamina.errors import ConfigError, DataError
 from lamina.eval.arms import Arm
 from lamina.pages import WindowConfig
+
+STRETCHES = 32
+"""Most pieces of a sequence that the mean KL is given for."""
 
 
 @dataclass
@@ -42,6 +45,8 @@ class ArmResult:
     tier_mean : float
         Bits that rows were written with, scales not counted, averaged over K and V at the ends of all sequences; NaN
         where no page was full.
+    kl_by_position : list of (int, float)
+        First position of a stretch of a sequence and the mean KL in it; at most 32 stretches of equal length.
     """
 
     name: str
@@ -56,25 +61,37 @@ class ArmResult:
     kv_bytes_bf16: int
     tier_mean: float
     simulated: bool = False
+    kl_by_position: list[tuple[int, float]] = field(default_factory=list)
 
 
 class _Tally:
     def __init__(self) -> None:
         self.kl: list[Tensor] = []
+        self.starts: list[int] = []
         self.same = self.tokens = self.scored = 0
         self.nll = 0.0
         self.bits: dict[str, float] = {}
         self.kv_bytes = 0
         self.tiers: list[float] = []
 
-    def add(self, logits: Tensor, exact: Tensor, targets: Tensor) -> None:
-        """Score logits ``[T, V]`` against the exact run's; ``targets`` are the next tokens that exist."""
+    def add(self, start: int, logits: Tensor, exact: Tensor, targets: Tensor) -> None:
+        """Score logits ``[T, V]`` from ``start`` on against the exact run's; ``targets``: next tokens that exist."""
+        self.starts.append(start)
         log_q, log_p = logits.float().log_softmax(-1), exact.float().log_softmax(-1)
         self.kl.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).cpu())
         self.same += int((logits.argmax(-1) == exact.argmax(-1)).sum())
         self.tokens += len(logits)
         self.nll -= float(log_q[: len(targets)].gather(-1, targets[:, None]).sum())
         self.scored += len(targets)
+
+    def by_position(self) -> list[tuple[int, float]]:
+        """Mean KL by stretches of whole pages."""
+        chunks = max(self.starts) // PAGE_TOKENS + 1
+        length = PAGE_TOKENS * -(-chunks // STRETCHES)
+        found: dict[int, list[Tensor]] = {}
+        for start, kl in zip(self.starts, self.kl):
+            found.setdefault(start // length * length, []).append(kl)
+        return [(start, float(torch.cat(kl).mean())) for start, kl in sorted(found.items())]
 
 
 def measure_fidelity(
@@ -139,7 +156,7 @@ def measure_fidelity(
                     targets = ids[0, start + 1 : start + PAGE_TOKENS + 1].to(model.device)
                     truth = _forward(model, chunk, exact, position_offset + start)
                     for name, cache in caches.items():
-                        tallies[name].add(_forward(model, chunk, cache, position_offset + start), truth, targets)
+                        tallies[name].add(start, _forward(model, chunk, cache, position_offset + start), truth, targets)
                         if on_kl is not None:
                             on_kl(name, start, tallies[name].kl[-1])
                     done += chunk.shape[1]
@@ -183,4 +200,5 @@ def _result(arm: Arm, tally: _Tally, bf16: int) -> ArmResult:
         kv_bytes_bf16=bf16,
         simulated=arm.simulated,
         tier_mean=sum(tally.tiers) / len(tally.tiers),
+        kl_by_position=tally.by_position(),
     )
