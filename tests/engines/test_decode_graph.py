@@ -238,6 +238,19 @@ def test_storage_that_a_refused_call_cuts_is_found_again():
     torch.testing.assert_close(graphed, plain, rtol=0, atol=2e-2)
 
 
+def test_pages_off_the_grid_close_as_they_do_without_a_graph():
+    """Behind a long crop pages start anywhere; without recent exact tokens, one is read packed as it fills up."""
+    model, prompt = build("Qwen2"), tokens(2, 300)
+
+    def run(cache):
+        read(model, cache, prompt)
+        cache.crop(241)
+        return steps(model, cache, tokens(2, 1), 70)
+
+    plain, graphed, _ = both(model, run, tiers=4, window=WindowConfig(0, 0, 0))
+    torch.testing.assert_close(graphed, plain, rtol=0, atol=2e-2)
+
+
 def test_sequences_that_share_an_open_page_part():
     model, prompt = build("Llama"), tokens(1, 100)
 

@@ -195,6 +195,8 @@ class DecodeGraph:
         for name in ("output_hidden_states", "output_attentions"):
             if getattr(self.model.config, name, False):
                 return f"the model's configuration sets {name}"
+        if cache.window.recent == 0 and any(store.closes_unseen for store in cache.stores):
+            return "a page that starts off the grid fills up, and without recent exact tokens is read packed at once"
         cache.check_whole()
         return tokens, positions, mask
 

@@ -183,6 +183,18 @@ class LayerStore:
         """Whether the next step starts or fills a page, or the sequences are not as the last step left them."""
         return self._steps_left <= 0 or len(self._open) != len(self.sequences)
 
+    @property
+    def closes_unseen(self) -> bool:
+        """Whether the next row fills a page that its own query reads packed, as it starts too early for the window."""
+        last, is_open = self._last_pages(self.sequences)
+        starts = self.arena.table[last, START].tolist() if bool(is_open.any()) else []
+        return any(
+            has_room
+            and start + PAGE_TOKENS == s.length + 1
+            and self.window.sink <= start < self.window.exact_from(s.length)
+            for s, start, has_room in zip(self.sequences, starts, is_open.tolist())
+        )
+
     def begin_step(self, cut: Cut | None = None) -> None:
         """Prepare for one row of every sequence that kernels write: each gets an open page of its own.
 
