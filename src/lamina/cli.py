@@ -37,6 +37,11 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or name on the Hugging Face hub.")]
+NamedModel = Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")]
+HeldOutText = Annotated[
+    str, typer.Option(help="Text or JSONL file, data set, or `default`: what calibration leaves out of it.")
+]
+AllTokens = Annotated[int, typer.Option(min=2, help="Tokens in all, rounded down to whole sequences.")]
 ProfileFile = Annotated[Path, typer.Option("--profile", help="Profile made by `lamina calibrate` or `lamina tune`.")]
 Field = Annotated[str | None, typer.Option(help="Field of JSON or data set records; a+b joins several.")]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on the CPU), float32, bfloat16 or float16.")]
@@ -225,7 +230,7 @@ def generate(
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    model: NamedModel,
     profile: ProfileFile,
     tasks: Annotated[
         str,
@@ -288,17 +293,15 @@ def report(
 
 @app.command()
 def fidelity(
-    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    model: NamedModel,
     profile: ProfileFile,
     arms: Annotated[
         str, typer.Option(help="Ways of keeping the cache, with commas; a wrong name lists them all.")
     ] = "bf16,naive-int2,oscar-int2,lamina-int2,lamina-k4v2,lamina-int4",
-    text: Annotated[
-        str, typer.Option(help="Text or JSONL file, data set, or `default`: what calibration leaves out of it.")
-    ] = "default",
+    text: HeldOutText = "default",
     field: Field = None,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 2048,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens in all, rounded down to whole sequences.")] = 4096,
+    max_tokens: AllTokens = 4096,
     position_offset: Annotated[
         str, typer.Option(help="Position of each sequence's first token; 30% is of the model's maximum.")
     ] = "0",
@@ -336,11 +339,9 @@ def fidelity(
 
 @app.command()
 def ablate(
-    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    model: NamedModel,
     profile: ProfileFile,
-    text: Annotated[
-        str, typer.Option(help="Text or JSONL file, data set, or `default`: what calibration leaves out of it.")
-    ] = "default",
+    text: HeldOutText = "default",
     study: Annotated[
         list[str] | None, typer.Option(help="What to vary; may be repeated. All unless told; a wrong name lists them.")
     ] = None,
@@ -348,7 +349,7 @@ def ablate(
         list[Path] | None, typer.Option(help="Another calibration, for the study `calibration`; may be repeated.")
     ] = None,
     field: Field = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens in all, rounded down to whole sequences.")] = 2048,
+    tokens: AllTokens = 2048,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence, at most all.")] = 2048,
     sink: Sink = 64,
     recent: Recent = 256,
@@ -374,16 +375,14 @@ def ablate(
 
 @app.command()
 def stages(
-    model: Annotated[str, typer.Option(help="Model folder, or name on the Hugging Face hub.")],
+    model: NamedModel,
     profile: ProfileFile,
     arms: Annotated[
         str, typer.Option(help="Ways of keeping the cache, with commas; a wrong name lists them all.")
     ] = "naive-int2,hadamard-int2,oscar-int2,lamina-int2,lamina-k4v2,lamina-int4",
-    text: Annotated[
-        str, typer.Option(help="Text or JSONL file, data set, or `default`: what calibration leaves out of it.")
-    ] = "default",
+    text: HeldOutText = "default",
     field: Field = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens in all, rounded down to whole sequences.")] = 2048,
+    tokens: AllTokens = 2048,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence, at most all.")] = 2048,
     sink: Sink = 64,
     recent: Recent = 256,

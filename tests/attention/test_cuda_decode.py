@@ -25,16 +25,16 @@ from helpers import (
     relative_error,
     stored,
 )
-from host import needs_compiler, on_host
+from host import needs_compiler, needs_gpu, on_host
 from lamina.attention.cuda import decode
-from lamina.attention.cuda.decode import MOST_DIM, attend_cuda
+from lamina.attention.cuda.decode import attend_cuda
+from lamina.attention.cuda.gpu import MOST_DIM
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import PAGE_TOKENS, CodecConfig
 from lamina.codec.gaussian import gaussian_rows
 from lamina.pages import StoreView, WindowConfig
 
 pytestmark = needs_compiler
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 
 COLUMNS = 16
 SERVED = [case for case in CASES if case.dim <= MOST_DIM and case.group <= COLUMNS]

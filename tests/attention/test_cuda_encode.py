@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import generator, layer_profile, random_rows
-from host import needs_compiler, on_host
+from host import needs_compiler, needs_gpu, on_host
 from lamina.attention.cuda import encode
 from lamina.attention.cuda.encode import CudaPageWriter
 from lamina.basis.encoder import PageEncoder
@@ -20,7 +20,6 @@ from lamina.pages import Budget, EncodingWriter, LayerStore, WindowConfig
 from lamina.pages.table import FINE, FINEST, TIER
 
 pytestmark = needs_compiler
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 WINDOW = WindowConfig(64, 64, 0)
 
 
@@ -28,7 +27,7 @@ WINDOW = WindowConfig(64, 64, 0)
 def device(request, monkeypatch):
     if request.param == "cpu":
         on_host(monkeypatch, encode)
-        monkeypatch.setattr(encode, "_most_shared", lambda device: 227 * 1024)
+        monkeypatch.setattr(encode, "most_shared", lambda device: 227 * 1024)
     return request.param
 
 
@@ -116,7 +115,7 @@ def test_pages_are_as_the_encoder_writes_them(dim, heads, codec, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_with_little_shared_memory_reads_the_matrix_in_place(device, dtype, monkeypatch):
-    monkeypatch.setattr(encode, "_most_shared", lambda device: 20 * 1024)
+    monkeypatch.setattr(encode, "most_shared", lambda device: 20 * 1024)
     theirs, mine = stores(2, 64, CodecConfig(), dtype, [(2, 4)], device)
     assert not mine.writer.geometry.staged and mine.writer.geometry.shared_bytes < 20 * 1024
     k, v = random_rows(1, 2, 330, 64, dtype=dtype)

@@ -16,7 +16,8 @@ import oracle
 from helpers import generator, layer_profile, make_store, oracle_basis, poison, random_rows, relative_error, stored
 from host import needs_compiler, on_host
 from lamina.attention.cuda import prefill
-from lamina.attention.cuda.prefill import MOST_DIM, attend_prefill
+from lamina.attention.cuda.gpu import MOST_DIM
+from lamina.attention.cuda.prefill import attend_prefill
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import CodecConfig
 from lamina.pages import LayerStore, WindowConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_models
-from host import needs_compiler, on_host
+from host import needs_compiler, needs_gpu, on_host
 from lamina.attention.cuda import decode, encode, tables
 from lamina.attention.cuda.encode import CudaPageWriter
 from lamina.control.config import ControllerConfig
@@ -18,7 +18,6 @@ from lamina.pages import LayerStore, WindowConfig
 from tiny_models import PAD, logits_of, profile_of
 
 pytestmark = needs_compiler
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 WINDOW = WindowConfig(64, 64, 64)
 
 
@@ -57,7 +56,7 @@ def device(request, monkeypatch):
     if request.param == "cpu":
         for module in (decode, encode, tables):
             on_host(monkeypatch, module)
-        monkeypatch.setattr(encode, "_most_shared", lambda device: 227 * 1024)
+        monkeypatch.setattr(encode, "most_shared", lambda device: 227 * 1024)
         monkeypatch.setattr(hf_layer, "LayerStore", partial(LayerStore, mirrored=True))
         monkeypatch.setattr(hf_layer, "page_writer", CudaPageWriter)
 

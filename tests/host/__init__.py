@@ -28,6 +28,7 @@ KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()
 EMPTY = torch.empty
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="kernels run on the CPU with g++, which is not there")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 
 
 class HostModule:
@@ -119,12 +120,12 @@ def _library(text: str) -> ctypes.CDLL:
 def on_host(monkeypatch: pytest.MonkeyPatch, module: ModuleType, processors: int = 2) -> None:
     """Have a module that launches kernels run them on the CPU, in memory that is not left as it happens to be.
 
-    The module calls ``Module(name, defines, device)`` in a cached function ``_module``, and may ask ``_processors``.
+    The module calls ``Module(name, defines, device)`` in a cached function ``_module``, and may ask for ``processors``.
     """
     monkeypatch.setattr(module, "Module", HostModule)
     monkeypatch.setattr(module, "_module", cache(module._module.__wrapped__))
-    if hasattr(module, "_processors"):
-        monkeypatch.setattr(module, "_processors", lambda device: processors)
+    if hasattr(module, "processors"):
+        monkeypatch.setattr(module, "processors", lambda device: processors)
     monkeypatch.setattr(torch, "empty", _filled)
 
 

@@ -137,11 +137,11 @@ def _kernel_problem(index: int) -> str | None:
     """Why the CUDA kernels do not work on a device; None if the smallest of them does."""
     import torch
 
-    from lamina.attention.cuda.decode import OLDEST
+    from lamina.attention.cuda.gpu import OLDEST, is_served
     from lamina.attention.cuda.tables import Patches
     from lamina.errors import LaminaError
 
-    if torch.version.hip is not None or torch.cuda.get_device_capability(index) < OLDEST:
+    if not is_served(torch.device("cuda", index)):
         return f"device {index} is no NVIDIA GPU of capability {'.'.join(map(str, OLDEST))} or newer"
     try:
         table = torch.zeros(3, 2, dtype=torch.int32, device=f"cuda:{index}")

@@ -23,9 +23,10 @@ _announced: set[str] = set()
 def page_writer(encoder: PageEncoder, dtype: torch.dtype) -> PageWriter:
     """What encodes a layer's full pages, engine rows being of ``dtype``."""
     if encoder.k_forward.device.type == "cuda":
-        from lamina.attention.cuda.encode import CudaPageWriter, why_not
+        from lamina.attention.cuda.encode import CudaPageWriter
+        from lamina.attention.cuda.gpu import objection
 
-        reason = why_not(encoder, dtype)
+        reason = objection(encoder.k_forward.device, dtype, encoder.k_forward.shape[-1])
         if reason is None:
             return CudaPageWriter(encoder, dtype)
         announce_once(f"pages are encoded in plain torch: {reason}")

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lamina.attention.cuda.decode import COLUMNS_PER_TILE, KINDS, MOST_DIM, MOST_TILES, NewRows, attend_cuda
-from lamina.attention.cuda.encode import EncodeQueue
+from lamina.attention.cuda.decode import COLUMNS_PER_TILE, MOST_TILES, NewRows, attend_cuda
+from lamina.attention.cuda.encode import encoded_together
+from lamina.attention.cuda.gpu import KINDS, MOST_DIM
 from lamina.attention.cuda.tables import Patches
 from lamina.attention.dispatch import announce_once
 from lamina.codec import PAGE_TOKENS, TIERS
@@ -319,14 +320,14 @@ class DecodeGraph:
 
     def _measure(self) -> Tensor:
         """Signals of all layers, float32 ``[layers, 2, 3]``, those of alike layers in one go."""
-        order = [layer.index for layer in self.cache.ours if layer.index in self._seen]
+        places = {layer.index: n for n, layer in enumerate(self.cache.ours) if layer.index in self._seen}
         signals = torch.full((len(self.cache.ours), 2, len(TIERS)), float("nan"), device=self.device)
         for shape in {seen[0].shape for seen in self._seen.values()}:
-            alike = [i for i in order if self._seen[i][0].shape == shape]
+            alike = [i for i in places if self._seen[i][0].shape == shape]
             query, out, spread, lse = (torch.stack(x) for x in zip(*(self._seen[i] for i in alike)))
             found = anchored_mean(query, out, spread, lse, gaussian_rows(self.cache.codec, shape[-1]))
             for i, signal in zip(alike, found):
-                signals[[layer.index for layer in self.cache.ours].index(i)] = signal
+                signals[places[i]] = signal
         return signals
 
     def attend(self, layer: LaminaLayer, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
@@ -351,7 +352,7 @@ class DecodeGraph:
         cache = self.cache
         before = cache.seen
         cache.running = True
-        with EncodeQueue([store.writer for store in cache.stores]):
+        with encoded_together([store.writer for store in cache.stores]):
             for layer in cache.ours:
                 layer.seen += 1
                 layer.store.end_step()

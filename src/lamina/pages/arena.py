@@ -75,9 +75,7 @@ class Arena:
     @property
     def loss(self) -> Tensor:
         """Predicted loss of reading a page's K or V at 2 or at 4 bits, float32 ``[N, 2, 2]``."""
-        losses, self._losses = self._losses, []
-        for pages, compute in losses:
-            self.pages.data[2][_ids(pages)] = compute()
+        self._settle_losses()
         return self.pages.data[2]
 
     @property
@@ -161,7 +159,12 @@ class Arena:
         """Have the predicted losses ``[n, 2, 2]`` of pages computed when somebody asks, or many are waiting."""
         self._losses.append((pages, compute))
         if len(self._losses) > MOST_WAITING or self.budget.max_bytes is not None:
-            _ = self.loss
+            self._settle_losses()
+
+    def _settle_losses(self) -> None:
+        losses, self._losses = self._losses, []
+        for pages, compute in losses:
+            self.pages.data[2][_ids(pages)] = compute()
 
     def device_table(self, tell: Tell = tell) -> Tensor:
         """Page table on the device, in which open pages count as full: rows behind a sequence's end are not read."""
@@ -186,7 +189,7 @@ class Arena:
 
     def copy(self, page: int, rows: int, *, held: bool) -> int:
         """Copy the first ``rows`` rows of a page for one sequence, as an open page if its exact rows are there."""
-        _ = self.loss
+        self._settle_losses()
         row = self.table[page].tolist()
         exact = row[EXACT] >= 0
         (new,) = self.open([row[START]], [exact], [held and exact])
@@ -235,7 +238,8 @@ class Arena:
         dict
             Page there -> page here.
         """
-        _ = self.loss, other.loss
+        self._settle_losses()
+        other._settle_losses()
         here = [self.pages.allocate() for _ in pages]
         there, ids = _ids(pages), _ids(here)
         for mine, theirs in zip(self.pages.data[:3], other.pages.data[:3]):
@@ -308,7 +312,7 @@ class Arena:
         dict
             Page -> its new number, for every page that moved.
         """
-        _ = self.loss
+        self._settle_losses()
         moved_pages = self.pages.shrink()
         changed = (moved_pages.get(p, p) for p in self.changed)
         self.changed = {p for p in changed if p < self.pages.slots}

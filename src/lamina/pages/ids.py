@@ -43,12 +43,8 @@ class PageIds:
         """The sequences have other pages now; the table is made anew when it is read."""
         self._ids = None
 
-    def add(self, row: int, at: int, pages: list[int]) -> None:
-        """A sequence got pages, the first of them its ``at``-th."""
-        self.add_each([row] * len(pages), list(range(at, at + len(pages))), pages)
-
-    def add_each(self, rows: list[int], at: list[int], pages: list[int]) -> None:
-        """Sequences got a page each, as their ``at``-th."""
+    def add(self, rows: list[int], at: list[int], pages: list[int]) -> None:
+        """Sequences got a page each, as their ``at``-th; one may be named more than once."""
         if self._ids is None or not rows:
             return
         short = max(at) + 1 - self._ids.shape[1]

@@ -210,12 +210,7 @@ class LayerStore:
                 self._own(self.sequences[b], self.arena.cell(page, ROWS))
         new = (~is_open).nonzero()[:, 0].tolist()
         starts = [self.sequences[b].length for b in new]
-        held = [start >= self.window.sink for start in starts]
-        pages = self.arena.open(starts, [True] * len(new), held)
-        self.ids.add_each(new, [len(self.sequences[b].pages) for b in new], pages)
-        for b, page, holds in zip(new, pages, held):
-            self.sequences[b].pages.append(page)
-            self.sequences[b].held += [page] * holds
+        self._start_pages(new, starts, [True] * len(new))
         self._open = torch.tensor([s.pages[-1] for s in self.sequences], dtype=torch.long)
         rows = self.arena.table[self._open, ROWS]
         self._steps_left = PAGE_TOKENS - 1 - int(rows.max()) if len(rows) else 0
@@ -588,7 +583,7 @@ class LayerStore:
         if not starts:
             return []
         exact = [self._keeps_exact(start, sequence.length, windows) for start in starts]
-        pages = self._start_pages(b, starts, exact)
+        pages = self._start_pages([b] * len(starts), starts, exact)
         for i, page in enumerate(pages):
             if exact[i]:
                 rows = slice(done + i * PAGE_TOKENS, done + (i + 1) * PAGE_TOKENS)
@@ -614,14 +609,17 @@ class LayerStore:
             filled.append(FilledPages([page], rows_of[0], rows_of[1]))
         return n
 
-    def _start_pages(self, b: int, starts: list[int], exact: list[bool]) -> list[int]:
-        """Open pages at the end of a sequence."""
-        sequence = self.sequences[b]
+    def _start_pages(self, rows: list[int], starts: list[int], exact: list[bool]) -> list[int]:
+        """Open pages at the ends of sequences ``rows``, one for each entry."""
         held = [has and start >= self.window.sink for start, has in zip(starts, exact)]
         pages = self.arena.open(starts, exact, held)
-        self.ids.add(b, len(sequence.pages), pages)
-        sequence.pages += pages
-        sequence.held += [page for page, holds in zip(pages, held) if holds]
+        at = []
+        for b, page, holds in zip(rows, pages, held):
+            sequence = self.sequences[b]
+            at.append(len(sequence.pages))
+            sequence.pages.append(page)
+            sequence.held += [page] * holds
+        self.ids.add(rows, at, pages)
         return pages
 
     def _own(self, sequence: Sequence, rows: int) -> None:

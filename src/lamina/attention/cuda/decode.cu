@@ -140,7 +140,7 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
             #pragma unroll
             for (int col = 0; col < NCOL; col++) {
                 const int token = col / G, t = token < P.tokens ? oldest + token : -1;
-                const bool reads = open || from < P.sink || from >= t / 64 * 64 - P.recent;
+                const bool reads = open || in_window(from, t, P.sink, P.recent);
                 float y = x[col] + __shfl_xor_sync(~0u, x[col], 1);
 #if CAPPED
                 y = capped(y, P.softcap);

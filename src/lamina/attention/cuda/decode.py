@@ -1,13 +1,13 @@
 """Decode attention on NVIDIA GPUs: launches the kernels of ``decode.cu``."""
 
 import ctypes
-import math
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from lamina.attention.cuda.gpu import KINDS, LOG2E, objection, processors
 from lamina.attention.cuda.nvrtc import Module
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import PAGE_TOKENS
@@ -21,16 +21,10 @@ PAGES_AHEAD = 32
 
 COLUMNS_PER_TILE = 4
 MOST_TILES = 4
-MOST_DIM = 256
 EXACT_COST = 12
 """Packed pages that take as long as an exact one, about."""
 MOST_WAVES = 4
 """Times that the grid may fill the GPU, which evens out sequences of different lengths."""
-OLDEST = (8, 0)
-"""Compute capability from which on the kernels run."""
-
-LOG2E = math.log2(math.e)
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _NewRows(ctypes.Structure):
@@ -142,12 +136,11 @@ def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
     """Why the kernels cannot serve a call; None if they can."""
     _, n_q, tokens, dim = q_bhtd.shape
     group = n_q // view.layout.n_heads
-    if torch.version.hip is not None or torch.cuda.get_device_capability(q_bhtd.device) < OLDEST:
-        return "the GPU is no NVIDIA GPU of compute capability 8.0 or newer"
-    if view.exact.dtype not in KINDS or q_bhtd.dtype != view.exact.dtype:
+    reason = objection(q_bhtd.device, view.exact.dtype, dim)
+    if reason is not None:
+        return reason
+    if q_bhtd.dtype != view.exact.dtype:
         return f"rows are {view.exact.dtype}"
-    if dim % 16 or dim > MOST_DIM:
-        return f"the head dimension is {dim}; the kernels take multiples of 16 up to {MOST_DIM}"
     if group * tokens > MOST_TILES * COLUMNS_PER_TILE:
         most = MOST_TILES * COLUMNS_PER_TILE
         return f"{tokens} query tokens of {group} heads a KV head are more than the {most} columns of the kernels"
@@ -157,11 +150,6 @@ def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
 @cache
 def _module(geometry: Geometry, device: torch.device) -> Module:
     return Module("decode", geometry.defines(), device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attend_cuda(
@@ -188,7 +176,7 @@ def attend_cuda(
     n_kv, device, width, window = geometry.n_kv_heads, q_bhtd.device, view.page_ids.shape[1], view.window
     kernels, columns, rows = _module(geometry, device), geometry.columns, basis.rows
     if splits is None:
-        splits = geometry.splits(batch * n_kv, width, _processors(device))
+        splits = geometry.splits(batch * n_kv, width, processors(device))
     # Exact pages are those of the windows and up to two open or cut ones; one a split is enough.
     windows = (window.sink + window.recent) // PAGE_TOKENS
     exact_splits, exact_cost = min(splits, windows + 2), EXACT_COST if windows else 0

@@ -32,19 +32,6 @@ struct Job {
     const float* shift;      // [HKV, D]: what is taken off V's rows in the packed basis
 };
 
-DEVICE float sum_quad(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-DEVICE float max_quad(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-DEVICE float sum_rows(float x) {
-    x += __shfl_xor_sync(~0u, x, 4);
-    x += __shfl_xor_sync(~0u, x, 8);
-    return x + __shfl_xor_sync(~0u, x, 16);
-}
 DEVICE float ratio(float a, float b) { return b > 0.f ? __fdividef(a, b) : 0.f; }
 // Bits 30 to 15 of a number that is not negative, rounded to even.
 DEVICE u32 to_scale16(float x) {

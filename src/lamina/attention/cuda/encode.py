@@ -1,5 +1,7 @@
 """Whole pages -> codes on NVIDIA GPUs: launches the kernel of ``encode.cu``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.attention.cuda.decode import KINDS, OLDEST
+from lamina.attention.cuda.gpu import KINDS, most_shared, processors, readable
 from lamina.attention.cuda.nvrtc import Module
 from lamina.basis.encoder import PageEncoder
 from lamina.codec import PAGE_TOKENS
@@ -19,7 +21,6 @@ WARPS, GROUPS = 4, 2
 """Warps of a page and pages that a block has at a time, as in ``encode.cu``."""
 STAGED_DIM = 128
 """Head dimension up to which a block has the matrix in shared memory, where the GPU has as much."""
-MOST_DIM = 256
 RULES = {ScaleRule.MINMAX: 0, ScaleRule.CLIP: 1, ScaleRule.UNBIASED: 2}
 
 
@@ -55,33 +56,9 @@ class Geometry:
         return -(-sums // 16) * 16 + matrix + copied
 
 
-def why_not(encoder: PageEncoder, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot encode a layer's pages; None if it can."""
-    device, dim = encoder.k_forward.device, encoder.k_forward.shape[-1]
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
-        return f"{device} is no NVIDIA GPU of compute capability 8.0 or newer"
-    if dtype not in KINDS:
-        return f"rows are {dtype}"
-    if dim % 16 or dim > MOST_DIM:
-        return f"the head dimension is {dim}; the kernel takes multiples of 16 up to {MOST_DIM}"
-    return None
-
-
 @cache
 def _module(geometry: Geometry, device: torch.device) -> Module:
     return Module("encode", geometry.defines(), device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _most_shared(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have."""
-    # Left out by older versions of torch; what any such GPU has.
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024))
 
 
 def operands(matrices: Tensor) -> Tensor:
@@ -109,7 +86,7 @@ def operands(matrices: Tensor) -> Tensor:
 
 
 class CudaPageWriter:
-    """Closes pages with one launch; what :func:`why_not` has no objection to.
+    """Closes pages with one launch; what :func:`lamina.attention.cuda.gpu.objection` lets pass.
 
     Parameters
     ----------
@@ -124,25 +101,26 @@ class CudaPageWriter:
         codec, dim = encoder.codec, encoder.k_forward.shape[-1]
         shape = dim, len(encoder.k_forward), codec.center, KINDS[dtype], RULES[codec.rule]
         staged = Geometry(*shape, staged=dim <= STAGED_DIM)
-        fits = staged.shared_bytes <= _most_shared(encoder.k_forward.device)
+        fits = staged.shared_bytes <= most_shared(encoder.k_forward.device)
         self.geometry = staged if fits else Geometry(*shape, staged=False)
         self.clips = [min(int(ratio * dim), dim - 1) for ratio in (codec.clip_k, codec.clip_v)]
         self.matrices = operands(encoder.k_forward), operands(encoder.v_forward)
-        self.queue: EncodeQueue | None = None
+        self.waiting: list[_Waiting] | None = None
         self.shift = (encoder.mean_v[:, None] @ encoder.v_forward)[:, 0].contiguous()
 
     def write(self, arena: Arena, filled: list[FilledPages], bits: tuple[int, int]) -> None:
         """Close these pages at a tier, and write their codes and predicted losses."""
         pages = [page for one in filled for page in one.pages]
         slots = arena.close(pages, bits)
-        kept = [(one.pages, _readable(one.k), _readable(one.v)) for one in filled]
+        kept = [(one.pages, readable(one.k, 16), readable(one.v, 16)) for one in filled]
         jobs = torch.cat([self.jobs(arena, *one) for one in kept])
         jobs[:, 7:9] = torch.tensor(bits)
         jobs[:, 9:15] = slots
-        queue = self.queue or EncodeQueue([])
-        queue.add(self, arena, pages, jobs, kept)
-        if self.queue is None:
-            queue.flush()
+        one = _Waiting(self, arena, pages, jobs, kept)
+        if self.waiting is None:
+            _encode([one])
+        else:
+            self.waiting.append(one)
 
     def jobs(self, arena: Arena, pages: list[int], k: Tensor, v: Tensor) -> Tensor:
         """What the kernel is told of pages and their rows ``[n, H, 64, D]``, valid until a pool grows.
@@ -173,7 +151,7 @@ class CudaPageWriter:
         """
         device, heads = self.shift.device, self.geometry.n_kv_heads
         truncation = torch.empty(len(jobs), 2, heads, 2, dtype=torch.float32, device=device)
-        most = max(1, _processors(device) * self.geometry.blocks // (2 * heads))
+        most = max(1, processors(device) * self.geometry.blocks // (2 * heads))
         shares = min(-(-len(jobs) // GROUPS), most)
         _module(self.geometry, device).launch(
             "lamina_encode", (shares, heads, 2), 32 * WARPS * GROUPS, jobs, len(jobs), *self.clips, truncation,
@@ -182,47 +160,35 @@ class CudaPageWriter:
         return truncation
 
 
-class EncodeQueue:
-    """While it is open, pages that writers of several layers close are gathered, then encoded in one launch a geometry.
+@dataclass(frozen=True)
+class _Waiting:
+    """Pages that are to be encoded, and what has to stay until they are."""
 
-    Parameters
-    ----------
-    writers : list of CudaPageWriter
-        Those whose pages are to wait.
-    """
-
-    def __init__(self, writers: list[CudaPageWriter]) -> None:
-        self.writers = writers
-        self._waiting: list[tuple[CudaPageWriter, Arena, list[int], Tensor, Any]] = []
-
-    def __enter__(self) -> "EncodeQueue":
-        """Have the writers hand over their pages."""
-        for writer in self.writers:
-            writer.queue = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Encode what they have handed over."""
-        for writer in self.writers:
-            writer.queue = None
-        self.flush()
-
-    def add(self, writer: CudaPageWriter, arena: Arena, pages: list[int], jobs: Tensor, rows: Any) -> None:
-        """Take jobs in; ``rows`` are kept until they are done."""
-        self._waiting.append((writer, arena, pages, jobs, rows))
-
-    def flush(self) -> None:
-        """Encode everything that waits."""
-        waiting, self._waiting = self._waiting, []
-        for kind in dict.fromkeys((w.geometry, *w.clips) for w, *_ in waiting):
-            alike = [one for one in waiting if (one[0].geometry, *one[0].clips) == kind]
-            jobs = torch.cat([one[3] for one in alike])
-            truncation = alike[0][0].launch(jobs.to(alike[0][1].device))
-            for (writer, arena, pages, _, _), of_layer in zip(alike, truncation.split([len(one[2]) for one in alike])):
-                arena.predict_loss(pages, partial(writer.encoder.shed_loss, of_layer[:, 0], of_layer[:, 1]))
+    writer: CudaPageWriter
+    arena: Arena
+    pages: list[int]
+    jobs: Tensor
+    rows: Any
 
 
-def _readable(x: Tensor) -> Tensor:
-    """Rows ``[n, H, 64, D]`` that can be read 16 bytes at a time."""
-    aligned = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(n * x.itemsize % 16 for n in x.stride()[:3])
-    return x if aligned else x.contiguous()
+@contextmanager
+def encoded_together(writers: list[CudaPageWriter]) -> Iterator[None]:
+    """Have pages that these writers close encoded at the end, those of all layers alike in one launch."""
+    waiting: list[_Waiting] = []
+    for writer in writers:
+        writer.waiting = waiting
+    try:
+        yield
+    finally:
+        for writer in writers:
+            writer.waiting = None
+        _encode(waiting)
+
+
+def _encode(waiting: list[_Waiting]) -> None:
+    for kind in dict.fromkeys((x.writer.geometry, *x.writer.clips) for x in waiting):
+        alike = [x for x in waiting if (x.writer.geometry, *x.writer.clips) == kind]
+        jobs = torch.cat([x.jobs for x in alike])
+        truncation = alike[0].writer.launch(jobs.to(alike[0].arena.device))
+        for x, of_layer in zip(alike, truncation.split([len(x.pages) for x in alike])):
+            x.arena.predict_loss(x.pages, partial(x.writer.encoder.shed_loss, of_layer[:, 0], of_layer[:, 1]))

@@ -65,9 +65,9 @@ def _driver() -> Any:
 
 
 SOURCES = {
-    "decode": ("pages", "slabs", "reader", "decode"),
-    "encode": ("pages", "encode"),
-    "prefill": ("pages", "prefill", "prefill_exact"),
+    "decode": ("pages", "lanes", "slabs", "reader", "decode"),
+    "encode": ("pages", "lanes", "encode"),
+    "prefill": ("pages", "lanes", "prefill", "prefill_exact"),
     "tables": ("tables",),
 }
 """Files of this folder that make up a source, behind ``device.cu``."""

@@ -10,6 +10,9 @@
 #define CENTER_SCALE_AT (GAIN_AT + 8 * HKV)
 #define RECORD_BYTES ((CENTER_SCALE_AT + (CENTERED ? 2 * HKV : 0) + 15) / 16 * 16)
 
+// Whether a query at position t reads a page exactly that has exact rows.
+DEVICE bool in_window(int start, int t, int sink, int recent) { return start < sink || start >= t / 64 * 64 - recent; }
+
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 DEVICE float scale16(u32 x) { return as_float(x << 15 & 0x7fff8000u); }
 DEVICE float bf16(u32 x) { return as_float(x << 16); }

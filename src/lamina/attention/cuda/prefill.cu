@@ -22,7 +22,6 @@
 #define OT (D / 8)             // tiles of the output's channels
 #define PARTS (KIND == 1 ? 1 : 2)     // float16 numbers a query channel in the packed basis
 #define NONE __int_as_float(0xff800000)
-#define LN2 0.69314718056f
 #define LISTERS 1024
 
 struct Entry {
@@ -40,20 +39,6 @@ struct Params {
     int width, tokens, first, count, splits, sink, recent;  // this call has tokens [first, first + count) of the chunk's
     float softcap;                // in units of log2(e)
 };
-
-DEVICE float max_quad(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-DEVICE float sum_quad(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-DEVICE float capped(float x, float cap) {
-    const float e = exp2_(x / cap * 2.8853900817779268f);
-    return cap * (1.f - 2.f / (e + 1.f));
-}
-DEVICE bool in_window(int start, int t, int sink, int recent) { return start < sink || start >= t / 64 * 64 - recent; }
 
 // Pages with rows before the chunk, in order: those that some token reads packed, those that some token reads exactly.
 extern "C" __global__ void __launch_bounds__(LISTERS) lamina_list(

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lamina.attention.cuda.decode import KINDS, MOST_DIM, OLDEST
+from lamina.attention.cuda.gpu import KINDS, LOG2E, most_shared, objection, processors, readable
 from lamina.attention.cuda.nvrtc import Module
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.pages.view import StoreView
@@ -21,7 +21,6 @@ PAGES_A_SPLIT = 8
 """Least number of pages that are worth a share of their own."""
 MOST_NUMBERS = 1 << 25
 """Numbers of a query, all heads and sequences together, up to which tokens are taken at once: bounds scratch memory."""
-LOG2E = math.log2(math.e)
 
 
 class _Packed(ctypes.Structure):
@@ -82,15 +81,13 @@ class Geometry:
 def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
     """Why the kernels cannot serve a call; None if they can."""
     dim, device = q_bhtd.shape[-1], q_bhtd.device
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
-        return "the GPU is no NVIDIA GPU of compute capability 8.0 or newer"
-    if view.exact.dtype not in KINDS or q_bhtd.dtype != view.exact.dtype:
+    reason = objection(device, view.exact.dtype, dim)
+    if reason is not None:
+        return reason
+    if q_bhtd.dtype != view.exact.dtype:
         return f"rows are {view.exact.dtype}"
-    if dim % 16 or dim > MOST_DIM:
-        return f"the head dimension is {dim}; the kernels take multiples of 16 up to {MOST_DIM}"
     geometry = Geometry(dim, 1, 1, True, False, KINDS[view.exact.dtype])
-    # Left out by older versions of torch; what any such GPU has.
-    most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024)
+    most = most_shared(device)
     if max(geometry.packed_bytes, geometry.exact_bytes) > most:
         return f"the GPU has {most} bytes of shared memory a block, too few for a head dimension of {dim}"
     return None
@@ -99,11 +96,6 @@ def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
 @cache
 def _module(geometry: Geometry, device: torch.device) -> Module:
     return Module("prefill", geometry.defines(), device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attend_prefill(
@@ -125,7 +117,7 @@ def attend_prefill(
         Shares that the pages of a sequence are cut into; chosen to fill the GPU unless told.
     """
     batch, n_q, tokens, dim = q_bhtd.shape
-    q, k, v = (_readable(x) for x in (q_bhtd, *chunk))
+    q, k, v = (readable(x, 4 * x.itemsize) for x in (q_bhtd, *chunk))
     call = _Call(q, view, basis, (k, v), splits)
     out = torch.empty(batch, tokens, n_q, dim, dtype=q.dtype, device=q.device)
     lse_packed, lse = (torch.empty(batch, n_q, tokens, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -147,6 +139,7 @@ class _Call:
     def __init__(
         self, q: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor], splits: int | None
     ) -> None:
+        view = view.to(q.device)
         self.q, self.view, self.basis, self.chunk, self.splits = q, view, basis, chunk, splits
         self.batch, self.n_q, self.tokens, self.dim = q.shape
         self.n_kv, self.device, self.width = view.layout.n_heads, q.device, view.page_ids.shape[1]
@@ -156,15 +149,13 @@ class _Call:
         )  # fmt: skip
         self.kernels = _module(self.geometry, q.device)
         self.flash = q.device.type == "cuda" and q.dtype != torch.float32 and not basis.softcap
-        self.lengths = view.lengths.to(q.device)
-        table, page_ids, window = view.table.to(q.device), view.page_ids.to(q.device), view.window
         self.entries, self.exact_entries, self.counts = (
             torch.empty(self.batch, *shape, dtype=torch.int32, device=q.device)
             for shape in ((self.width, ENTRY_WORDS), (self.width, 4), (2,))
         )
         self.kernels.launch(
-            "lamina_list", (self.batch, 1, 1), LISTERS, table, page_ids, self.lengths, self.width, self.tokens,
-            window.sink, window.recent, self.entries, self.exact_entries, self.counts,
+            "lamina_list", (self.batch, 1, 1), LISTERS, view.table, view.page_ids, view.lengths, self.width,
+            self.tokens, view.window.sink, view.window.recent, self.entries, self.exact_entries, self.counts,
         )  # fmt: skip
 
     def _empty(self, *shape: int) -> Tensor:
@@ -176,7 +167,7 @@ class _Call:
     def _shares(self, count: int) -> int:
         if self.splits is not None:
             return self.splits
-        slots = _processors(self.device) * (3 if self.dim <= 128 else 2)
+        slots = processors(self.device) * (3 if self.dim <= 128 else 2)
         return max(1, min(slots // math.prod(self._grid(count)), self.width // PAGES_A_SPLIT))
 
     def packed(self, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -185,7 +176,7 @@ class _Call:
         q = self.q[:, :, first : first + count].float().unflatten(1, (self.n_kv, self.group)).flatten(2, 3)
         turned_q = q @ (basis.q_forward * (basis.scaling * LOG2E))
         out, lse = (self._empty(splits, self.batch, self.n_q, count, *d) for d in ((self.dim,), ()))
-        held = turned_q, view.records, view.slabs, self.entries, self.counts, self.lengths, basis.kappa, out, lse
+        held = turned_q, view.records, view.slabs, self.entries, self.counts, view.lengths, basis.kappa, out, lse
         params = _Packed(
             *(t.data_ptr() for t in held), self.width, self.tokens, first, count, splits, view.window.sink,
             view.window.recent, basis.softcap * LOG2E,
@@ -203,19 +194,13 @@ class _Call:
         strides = ((ctypes.c_longlong * 3)(*x.stride()[:3]) for x in (self.q, k, v))
         params = _Exact(
             self.q.data_ptr(), view.exact.data_ptr(), None if self.flash else k.data_ptr(), v.data_ptr(), *strides,
-            *(t.data_ptr() for t in (self.exact_entries, self.counts, self.lengths, out, lse)), self.width,
+            *(t.data_ptr() for t in (self.exact_entries, self.counts, view.lengths, out, lse)), self.width,
             self.tokens, first, count, view.window.sink, view.window.recent, basis.scaling * LOG2E,
             basis.softcap * LOG2E,
         )  # fmt: skip
         shared = self.geometry.exact_bytes
         self.kernels.launch("lamina_exact", self._grid(count), 32 * WARPS, params, shared=shared)
         return out, lse
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Rows that can be read four numbers at a time."""
-    fits = x.stride(-1) == 1 and all(s % 4 == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous()
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

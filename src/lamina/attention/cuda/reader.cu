@@ -32,8 +32,8 @@ struct Page {
         const int* t = P.table + (i64)id * COLUMNS;
         start = t[0]; rows = t[1]; tier_k = t[2]; tier_v = t[3]; slot = t[10];
         finer[0] = t[4]; finer[1] = t[7]; finer[2] = t[6]; finer[3] = t[5]; finer[4] = t[9]; finer[5] = t[8];
-        exact = tier_k == 0 || (slot >= 0 && (start < P.sink || start >= oldest / 64 * 64 - P.recent));
-        exact_for_all = tier_k == 0 || (slot >= 0 && (start < P.sink || start >= newest / 64 * 64 - P.recent));
+        exact = tier_k == 0 || (slot >= 0 && in_window(start, oldest, P.sink, P.recent));
+        exact_for_all = tier_k == 0 || (slot >= 0 && in_window(start, newest, P.sink, P.recent));
         if (start > newest) id = -1;
     }
 };
@@ -215,7 +215,7 @@ struct Reader {
             }
             if (!ALL) {
                 const int from = e.page.y, kind = e.page.z, t = position[n];
-                const bool exact = kind >> 24 && (from < P.sink || from >= t / 64 * 64 - P.recent);
+                const bool exact = kind >> 24 && in_window(from, t, P.sink, P.recent);
                 #pragma unroll
                 for (int i = 0; i < 8; i++)
                     if (8 * r + i >= (kind & 255) || from + 8 * r + i > t || exact) s[i] = NEVER;

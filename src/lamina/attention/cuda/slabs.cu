@@ -9,24 +9,9 @@
 #define BLOCKS (NT * VW > 2 ? 2 : NT * VW > 1 ? 3 : 4)
 #define NEVER (-1e30f)
 #define PART (D + 2 + 3 * MEASURED)
-#define LN2 0.69314718056f
 
 template <int N> struct Int { static constexpr int value = N; };
 
-DEVICE float max_rows(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 16));
-}
-DEVICE float sum_rows(float x) {
-    x += __shfl_xor_sync(~0u, x, 4);
-    x += __shfl_xor_sync(~0u, x, 8);
-    return x + __shfl_xor_sync(~0u, x, 16);
-}
-DEVICE float capped(float x, float cap) {
-    float e = exp2_(x / cap * 2.8853900817779268f);
-    return cap * (1.f - 2.f / (e + 1.f));
-}
 DEVICE int whole(const int (&c)[4], int s) { return 256 * c[2 * s] + c[2 * s + 1]; }
 // A thread's x-th of eight 16-bit numbers, in place for scale16 and bf16.
 DEVICE u32 word_of(const uint4& x, int e) { return e < 2 ? x.x : e < 4 ? x.y : e < 6 ? x.z : x.w; }
