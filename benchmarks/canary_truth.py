@@ -67,7 +67,7 @@ def output_error(q: Tensor, rows: LayerRows, store: LayerStore, basis: ReadBasis
         if row[TIER] == 0:
             continue
         v, _ = read_pages(view, torch.tensor([page]), V, torch.float64)
-        v = v[0] @ basis.v_forward.double().mT + basis.mean_v.double()[:, None]
+        v = v[0] @ basis.v_back.double().mT + basis.mean_v.double()[:, None]
         v -= rows.values[:, start : start + 64].double()
         recent = position // 64 * 64 - view.window.recent
         packed = ~((start < view.window.sink) | ((start >= recent) & (row[EXACT] >= 0)))
@@ -81,7 +81,7 @@ def one_layer(rows: LayerRows, profile: Any, scaling: float) -> dict[str, dict[s
     encoder = PageEncoder(profile, CodecConfig(), scaling, "cpu")
     rows_of_codec = gaussian_rows(encoder.codec, rows.keys.shape[-1])
     basis = ReadBasis(
-        encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, scaling, rows=rows_of_codec
+        encoder.q_forward, encoder.v_back, encoder.mean_v, encoder.kappa, scaling, rows=rows_of_codec
     )  # fmt: skip
     found: dict[str, dict[str, list[float]]] = {"truth": {}, "anchored": {}, "ring": {}}
     store = store_of(rows, encoder, (2, 2))

@@ -27,7 +27,7 @@ def against_reference(profile, device: str) -> None:
             heads, dim, torch.bfloat16, device, window=WindowConfig(), writer=EncodingWriter(encoder),
             tiers=lambda bits=bits: bits, budget=Budget(),
         )  # fmt: skip
-        basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
+        basis = ReadBasis(encoder.q_forward, encoder.v_back, encoder.mean_v, encoder.kappa, encoder.scaling)
         q = torch.randn(1, 2 * heads, 800, dim, device=device)
         k, v = (torch.randn(1, heads, 800, dim, device=device).bfloat16() for _ in range(2))
         worst = 0.0
@@ -40,7 +40,7 @@ def against_reference(profile, device: str) -> None:
             view, cpu = (
                 store.view(),
                 ReadBasis(
-                    *(getattr(basis, n).cpu() for n in ("q_forward", "v_forward", "mean_v", "kappa")), basis.scaling
+                    *(getattr(basis, n).cpu() for n in ("q_forward", "v_back", "mean_v", "kappa")), basis.scaling
                 ),
             )
             view.records, view.slabs, view.exact = (x.cpu() for x in (view.records, view.slabs, view.exact))

@@ -71,7 +71,7 @@ def chunk_ms(tokens: int, bits: int, heads: int, dim: int, rule: str) -> tuple[f
 def step_us(batch: int, heads: int, group: int, dim: int) -> dict[str, float]:
     """Microseconds a layer of a decode step: query and append, and encoding."""
     encoder = encoder_of(heads, dim, CodecConfig())
-    basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, dim**-0.5)
+    basis = ReadBasis(encoder.q_forward, encoder.v_back, encoder.mean_v, encoder.kappa, dim**-0.5)
     damaged = torch.zeros(1, dtype=torch.int32, device="cuda")
     layers = []
     for _ in range(LAYERS):

@@ -93,7 +93,7 @@ def drift(model: Qwen2ForCausalLM, profile, codec, ids: torch.Tensor, offset: in
             tiers=lambda: (2, 2), budget=Budget(), centered=codec.center,
         )  # fmt: skip
         store.append(r.k[None], r.v[None])
-        basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
+        basis = ReadBasis(encoder.q_forward, encoder.v_back, encoder.mean_v, encoder.kappa, encoder.scaling)
         total += float(attention_drift(r.q[:, -QUERIES:], r.k, store.view(), basis).mean()) / len(BIASED)
     return total
 

@@ -30,19 +30,19 @@ def random_orthogonal(n: int, dim: int, g: torch.Generator) -> Tensor:
 
 
 def layer_profile(heads: int, dim: int, seed: int = 0, plain: bool = False) -> LayerProfile:
-    """Random well-conditioned bases that are neither orthogonal nor symmetric; with ``plain`` the identity."""
+    """Random well-conditioned bases in bfloat16, neither orthogonal nor symmetric; with ``plain`` the identity."""
     g = generator(seed)
     eye = torch.eye(dim, dtype=torch.float64).repeat(heads, 1, 1)
-    a, inverse, r, mean = eye, eye, eye, torch.zeros(heads, dim)
+    a, r, mean = eye, eye, torch.zeros(heads, dim)
     kappa = torch.zeros(heads, 3, 3)
     if not plain:
         stretch = torch.linspace(0.5, 2, dim, dtype=torch.float64)
         left, right = random_orthogonal(heads, dim, g), random_orthogonal(heads, dim, g)
-        a, inverse = left * stretch @ right, left / stretch @ right
+        a = left * stretch @ right
         r = random_orthogonal(heads, dim, g)
         mean = torch.randn(heads, dim, generator=g)
         kappa = 0.05 + 0.2 * torch.rand(heads, 3, 3, generator=g)
-    transform = LayerTransform(a.float(), inverse.float(), r.float(), mean)
+    transform, _ = LayerTransform(a, a, r, mean).in_bfloat16()
     energy = 1 + torch.rand(2, heads, generator=g)
     return LayerProfile(transform, kappa, energy[0] * dim, energy[1] * dim)
 
@@ -78,7 +78,7 @@ def make_store(
         heads, dim, dtype, "cpu", window=window or WindowConfig(), writer=EncodingWriter(encoder), tiers=hand_out,
         budget=budget or Budget(), centered=codec.center, name=name, mirrored=mirrored,
     )  # fmt: skip
-    basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
+    basis = ReadBasis(encoder.q_forward, encoder.v_back, encoder.mean_v, encoder.kappa, encoder.scaling)
     return store, basis
 
 
@@ -116,7 +116,7 @@ def stored(view: StoreView) -> oracle.Stored:
 
 
 def oracle_basis(basis: ReadBasis) -> oracle.Basis:
-    tensors = (basis.q_forward, basis.v_forward, basis.mean_v, basis.kappa)
+    tensors = (basis.q_forward, basis.v_back, basis.mean_v, basis.kappa)
     sinks = None if basis.sinks is None else basis.sinks.double().numpy()
     variance = None if basis.rows is None else np.array(basis.rows.variance)
     aligned = basis.rows is None or basis.rows.aligned

@@ -269,13 +269,13 @@ class Stored:
 # ---------------------------------------------------------------------------------------------------------- attention
 @dataclass
 class Basis:
-    """``q_forward``, ``v_forward`` [H, D, D], ``mean_v`` [H, D], ``kappa`` [H, 3, 3], q.k's factor, cap, sinks [Hq].
+    """``q_forward``, ``v_back`` [H, D, D], ``mean_v`` [H, D], ``kappa`` [H, 3, 3], q.k's factor, cap, sinks [Hq].
 
     For the spread: a row's ``variance`` [2, 3] in units of its squared stored step, and whether errors are ``aligned``.
     """
 
     q_forward: np.ndarray
-    v_forward: np.ndarray
+    v_back: np.ndarray
     mean_v: np.ndarray
     kappa: np.ndarray
     scaling: float
@@ -333,7 +333,7 @@ def _attend_sequence(q, stored, b, basis, chunk):
             kappa = basis.kappa[:, {2: 0, 4: 1, 8: 2}[tier], {2: 0, 4: 1, 8: 2}[stored.bits_read(page, 0)]]
             noise = (kappa[:, None] * step**2)[:, None, None, :n]
             x = _dot(q_packed, k[:, :n]) - (q_packed**2).sum(-1)[..., None] * noise / 2
-            v = v[:, :n] @ basis.v_forward.swapaxes(1, 2) + basis.mean_v[:, None]
+            v = v[:, :n] @ basis.v_back.swapaxes(1, 2) + basis.mean_v[:, None]
             w = of_v = 0.0
             if basis.variance is not None:
                 units = [basis.variance[s, {2: 0, 4: 1, 8: 2}[int(stored.table[page, 2 + s])]] for s in (0, 1)]

@@ -28,7 +28,7 @@ def on_gpu(view: StoreView) -> StoreView:
 
 
 def basis_on_gpu(basis: ReadBasis) -> ReadBasis:
-    names = ("q_forward", "v_forward", "mean_v", "kappa")
+    names = ("q_forward", "v_back", "mean_v", "kappa")
     sinks = None if basis.sinks is None else basis.sinks.cuda()
     return replace(basis, sinks=sinks, **{name: getattr(basis, name).cuda().contiguous() for name in names})
 

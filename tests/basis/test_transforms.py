@@ -67,6 +67,27 @@ def test_logits_and_values_survive_the_basis(name: TransformName, heads: int, di
 
 
 @pytest.mark.parametrize(("heads", "dim"), SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_bases_in_bfloat16_are_near_and_lose_nothing(name: TransformName, heads: int, dim: int) -> None:
+    """Entries are bfloat16; what they became, not what they were, is undone when rows are read."""
+    t = make_transform(name, moments(heads, dim))
+    stored, v_back = t.in_bfloat16()
+    for ours, exact in ((stored.k_forward, t.k_forward), (stored.v_forward, t.v_forward)):
+        assert ours.dtype == torch.float32 and torch.equal(ours, ours.bfloat16().float())
+        torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=0)
+    q, k, v = torch.randn(3, heads, 20, dim, generator=generator(1), dtype=torch.float64)
+    logits = (q @ stored.q_forward.double()) @ (k @ stored.k_forward.double()).mT
+    torch.testing.assert_close(logits, q @ k.mT, rtol=0, atol=2e-5 * float(k.square().sum(-1).max()))
+    torch.testing.assert_close(v @ stored.v_forward.double() @ v_back.double().mT, v, rtol=0, atol=2e-6)
+
+
+def test_a_basis_that_is_singular_in_bfloat16_is_refused() -> None:
+    a = torch.tensor([[[1.0, 1.0], [1.0, 1.001]]], dtype=torch.float64)
+    with pytest.raises(ProfileError, match="singular"):
+        LayerTransform(a, torch.linalg.inv(a).mT, torch.eye(2)[None].double(), torch.zeros(1, 2)).in_bfloat16()
+
+
+@pytest.mark.parametrize(("heads", "dim"), SHAPES)
 def test_identity_and_hadamard_need_no_moments(heads: int, dim: int) -> None:
     plain = make_transform("identity", n_heads=heads, head_dim=dim)
     flat = make_transform("hadamard", n_heads=heads, head_dim=dim)

@@ -71,7 +71,7 @@ def truth(q, k, v, view, basis, softcap):
     k, v = k_read.copy(), v_read.copy()
     shift = np.zeros((H, G, k.shape[1]))
     q = q[0, :, 0].double().numpy().reshape(H, G, D) * basis.scaling
-    forward, backward = basis.q_forward.double().numpy(), basis.v_forward.double().numpy().swapaxes(1, 2)
+    forward, backward = basis.q_forward.double().numpy(), basis.v_back.double().numpy().swapaxes(1, 2)
     for page in s.page_ids[0]:
         start = int(s.table[page, 0])
         if start < 64 or start >= position // 64 * 64 - 64 or s.table[page, 2] == 0:

@@ -129,7 +129,7 @@ def for_the_sharing_layer(change: Callable[[ReadBasis], ReadBasis]) -> Callable[
 
 
 def other_head(basis: ReadBasis) -> ReadBasis:
-    return replace(basis, q_forward=basis.q_forward.roll(1, 0), v_forward=basis.v_forward.roll(1, 0))
+    return replace(basis, q_forward=basis.q_forward.roll(1, 0), v_back=basis.v_back.roll(1, 0))
 
 
 WRONG: list[tuple[str, str, Callable[[ReadBasis], ReadBasis]]] = [

@@ -173,7 +173,7 @@ def _merge(exact: _Partial, packed: _Partial, basis: ReadBasis) -> tuple[Tensor,
     lse = torch.logaddexp(exact.lse(), lse_packed)
     weight_exact = (exact.peak - lse).exp()[..., None]
     weight_packed = torch.where(packed.peak == NEVER, 0.0, (packed.peak - lse).exp())[..., None]
-    turned = (packed.acc.flatten(1, 2) @ basis.v_forward.mT).view_as(packed.acc)
+    turned = (packed.acc.flatten(1, 2) @ basis.v_back.mT).view_as(packed.acc)
     centred = packed.mass[..., None] * basis.mean_v[:, None, None]
     out = exact.acc * weight_exact + (turned + centred) * weight_packed
     spread = packed.spread * torch.cat([weight_packed, weight_packed**2, weight_packed**2], -1)

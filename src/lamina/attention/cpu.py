@@ -57,7 +57,7 @@ def attend_cpu(q_bhtd: Tensor, view: StoreView, basis: ReadBasis) -> AttentionOu
         decode(
             (q_bhtd.float() * basis.scaling).contiguous().numpy(),
             basis.q_forward.numpy(),
-            basis.v_forward.numpy(),
+            basis.v_back.numpy(),
             basis.mean_v.numpy(),
             basis.kappa.numpy(),
             view.records.numpy(),

@@ -17,7 +17,7 @@ NEVER = np.float32(-1e30)
 
 @njit(parallel=True, fastmath=True, cache=True, nogil=True)
 def decode(
-    q, q_forward, v_forward, mean_v, kappa, records, records16, slabs, exact, table, page_ids, lengths, meta, cap,
+    q, q_forward, v_back, mean_v, kappa, records, records16, slabs, exact, table, page_ids, lengths, meta, cap,
     variance, along, partial, spreads, out, lse, spread,
 ):  # fmt: skip
     """Attend; shapes as in :func:`lamina.attention.cpu.attend_cpu`; fills ``out``, ``lse`` and ``spread``."""
@@ -48,7 +48,7 @@ def decode(
         for g in range(group):
             head = h * group + g
             _merge(
-                partial[b, h, i, :, g], spreads[b, h, i, :, g], v_forward[h], mean_v[h], out[b, i, head],
+                partial[b, h, i, :, g], spreads[b, h, i, :, g], v_back[h], mean_v[h], out[b, i, head],
                 lse[:, b, head, i], spread[b, head, i],
             )  # fmt: skip
 
@@ -167,7 +167,7 @@ def _attend_share(
 
 
 @njit(fastmath=True)
-def _merge(partial, spreads, v_forward, mean_v, out, lse, spread):
+def _merge(partial, spreads, v_back, mean_v, out, lse, spread):
     """Merge ``partial [splits, 2, D + 2]`` of one query head into its output ``[D]``, two log-sum-exps and spread."""
     splits, _, width = partial.shape
     dim = width - 2
@@ -191,7 +191,7 @@ def _merge(partial, spreads, v_forward, mean_v, out, lse, spread):
     exact_weight, packed_weight = np.exp(peak[EXACT] - top), np.exp(peak[PACKED] - top)
     total = exact_weight * mass[EXACT] + packed_weight * mass[PACKED]
     for c in range(dim):
-        turned = mass[PACKED] * mean_v[c] + _dot(packed, v_forward[c], dim)
+        turned = mass[PACKED] * mean_v[c] + _dot(packed, v_back[c], dim)
         out[c] = (exact_weight * out[c] + packed_weight * turned) / total
     share = packed_weight / total
     spread[0] *= share

@@ -137,6 +137,6 @@ def _attend_one(q: Tensor, rows: list[_Rows], basis: ReadBasis) -> tuple[Tensor,
             terms = weight * w, weight**2 * w, weight**2 * row.variance_v[:, None]
             spread += torch.stack([t.sum(-1) for t in terms], -1)
         if row.packed:
-            v = v @ basis.v_forward.to(dtype).mT + basis.mean_v.to(dtype)[:, None]
+            v = v @ basis.v_back.to(dtype).mT + basis.mean_v.to(dtype)[:, None]
         out += weight @ v
     return out.flatten(0, 1), lse_packed.flatten(), lse.flatten(), spread.flatten(0, 1)

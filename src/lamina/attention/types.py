@@ -16,8 +16,8 @@ class ReadBasis:
     ----------
     q_forward : Tensor
         float32 ``[H, D, D]``: packed keys are read with q @ q_forward.
-    v_forward : Tensor
-        float32 ``[H, D, D]``, orthogonal: packed output o' becomes o' @ v_forward' + (packed mass) mean_v.
+    v_back : Tensor
+        float32 ``[H, D, D]``: packed output o' becomes o' @ v_back' + (packed mass) mean_v.
     mean_v : Tensor
         float32 ``[H, D]``.
     kappa : Tensor
@@ -33,7 +33,7 @@ class ReadBasis:
     """
 
     q_forward: Tensor
-    v_forward: Tensor
+    v_back: Tensor
     mean_v: Tensor
     kappa: Tensor
     scaling: float

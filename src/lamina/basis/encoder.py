@@ -1,7 +1,5 @@
 """Encoder of one layer: engine rows -> packed basis -> stored codes."""
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -27,11 +25,11 @@ class PageEncoder:
     """
 
     def __init__(self, profile: LayerProfile, codec: CodecConfig, scaling: float, device: torch.device | str) -> None:
-        t = profile.transform
+        t, v_back = profile.transform.in_bfloat16()
         self.codec = codec
         self.scaling = scaling
-        self.k_forward, self.q_forward, self.v_forward, self.mean_v = (
-            getattr(t, f.name).to(device, torch.float32).contiguous() for f in dataclasses.fields(t)
+        self.k_forward, self.q_forward, self.v_forward, self.mean_v, self.v_back = (
+            x.to(device).contiguous() for x in (t.k_forward, t.q_forward, t.v_forward, t.mean_v, v_back)
         )
         self.kappa = profile.kappa.to(device) if codec.mass_correction else torch.zeros_like(profile.kappa).to(device)
         self.logit_weight = (scaling**2 * profile.q_energy / 2).to(device)

@@ -54,6 +54,27 @@ class LayerTransform:
     v_forward: Tensor
     mean_v: Tensor
 
+    def in_bfloat16(self) -> "tuple[LayerTransform, Tensor]":
+        """The bases that rows are stored in: their entries are numbers of bfloat16.
+
+        Nothing is lost by it, since rows are read with the inverses of what the bases became; and a product of bfloat16
+        rows is exact but for its sum, in one pass of a matrix unit.
+
+        Returns
+        -------
+        LayerTransform, Tensor
+            In float32: A and R rounded, A^-T and R^-T of what they became, R^-T by itself.
+
+        Raises
+        ------
+        ProfileError
+            If a rounded basis is singular.
+        """
+        k, v = (x.float().bfloat16().double() for x in (self.k_forward, self.v_forward))
+        check_condition(k)
+        q, back = (torch.linalg.inv(x).mT.contiguous().float() for x in (k, v))
+        return LayerTransform(k.float(), q, v.float(), self.mean_v.float()), back
+
     def float(self) -> "LayerTransform":
         """The same bases in float32."""
         return LayerTransform(

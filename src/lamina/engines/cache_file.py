@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lamina.engines.hf import LaminaCache
 
 FORMAT = "lamina-cache"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FIELDS = {
     "model_id": str, "config_hash": str, "profile": str, "dtype": str, "tiers": list, "seen": int, "lengths": list,
     "window": dict, "codec": dict, "hosts": dict, "n_layers": int,

@@ -64,7 +64,7 @@ class LaminaLayer(CacheLayerMixin):
         profile = cache.profile.layers[i]
         self.encoder = encoder = PageEncoder(profile, cache.codec, cache.scaling[i], device)
         self.store = self._empty_store(dtype, device, page_writer(encoder, dtype), cache.budget)
-        self.basis = ReadBasis(encoder.q_forward, encoder.v_forward, encoder.mean_v, encoder.kappa, encoder.scaling)
+        self.basis = ReadBasis(encoder.q_forward, encoder.v_back, encoder.mean_v, encoder.kappa, encoder.scaling)
         self.is_initialized = True
 
     def _empty_store(self, dtype: torch.dtype, device: torch.device | str, writer: Any, budget: Budget) -> LayerStore:

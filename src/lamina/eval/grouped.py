@@ -95,8 +95,10 @@ class GroupedCache(SimulatedCache):
 
     def _coder(self, index: int, device: torch.device) -> Coder:
         layer = self.profile.packed[index]
-        t, codec, group = layer.transform, self.codec, self.group
-        k_forward, k_back, v_forward = (x.to(device) for x in (t.k_forward, t.q_forward.mT, t.v_forward))
+        (t, v_back), codec, group = layer.transform.in_bfloat16(), self.codec, self.group
+        k_forward, q_forward, v_forward, v_back = (
+            x.to(device) for x in (t.k_forward, t.q_forward, t.v_forward, v_back)
+        )
         mean = t.mean_v.to(device)[:, None]
 
         def coded(x: Tensor, bits: int, clip: float) -> Tensor:
@@ -106,8 +108,8 @@ class GroupedCache(SimulatedCache):
         def code(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             bits_k, bits_v = self.bits_of
             return (
-                coded(k @ k_forward, bits_k, codec.clip_k) @ k_back,
-                coded((v - mean) @ v_forward, bits_v, codec.clip_v) @ v_forward.mT + mean,
+                coded(k @ k_forward, bits_k, codec.clip_k) @ q_forward.mT,
+                coded((v - mean) @ v_forward, bits_v, codec.clip_v) @ v_back.mT + mean,
             )
 
         return code

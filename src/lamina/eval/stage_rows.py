@@ -133,7 +133,7 @@ def read_rows(arm: Arm, cache: Any, index: int, rows: SeenRows, window: WindowCo
     k, step = read_pages(view, closed, K, torch.float64)
     v, _ = read_pages(view, closed, V, torch.float64)
     k, v = (x.transpose(0, 1).flatten(1, 2) for x in (k, v))
-    v = v @ basis.v_forward.double().mT + basis.mean_v.double()[:, None]
+    v = v @ basis.v_back.double().mT + basis.mean_v.double()[:, None]
     noise = (noise_factors(view, closed, basis)[..., None].double() * step.double() ** 2).transpose(0, 1).flatten(1)
     none[:, : noise.shape[1]] = noise
     return ReadRows(

@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
 // Merges the partial results, turns the packed part back into the engine's basis. One block a sequence, KV head and
 // column; SLICES * WIDE threads.
 extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
-    const float* partial, const float* v_forward, const float* mean_v, int splits, int exact_splits, int tokens,
+    const float* partial, const float* v_back, const float* mean_v, int splits, int exact_splits, int tokens,
     int batch,
     void* out, float* lse_packed, float* lse, float* spread
 ) {
@@ -382,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
         #pragma unroll
         for (int k = 0; k < WORDS; k++) {
             const int row = threadIdx.x / 32 + i * BESIDE, at = lane + 32 * k;
-            matrix[i][k] = row < D && at < D ? v_forward[((i64)h * D + row) * D + at] : 0.f;
+            matrix[i][k] = row < D && at < D ? v_back[((i64)h * D + row) * D + at] : 0.f;
         }
     finished_before();
     // A warp for the packed part, one for the exact part: what each split counts for.

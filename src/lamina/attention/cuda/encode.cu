@@ -7,8 +7,8 @@
 // quad of lanes two of them, a lane D/4 channels of each. Which channels is chosen such that a lane has whole bytes of
 // every slab: channel p D/4 + c D/16 + j, p < 4, j < D/16.
 //
-// Rows are multiplied as bfloat16 with the matrix split in two, which keeps 16 bits of it (rows of other dtypes are split
-// as well), and stay in registers from then on. Bound by arithmetic: four passes over the codes at 2 and 4 bits.
+// Rows are multiplied as bfloat16 with a matrix of bfloat16 (rows of other dtypes are split in two, which keeps 16 bits of
+// them), and stay in registers from then on. Bound by arithmetic: four passes over the codes at 2 and 4 bits.
 
 #define GROUPS 2
 #define WARPS 4
@@ -28,7 +28,7 @@ struct Job {
     i64 page, bits[2];
     i64 slots[6];        // slabs beyond the base, as in the page table
     u8 *records, *slabs; // of its layer, as are
-    const uint4* matrix[2];  // [HKV, D/16, D/8, 32]: a lane's operands, two high and two low halves
+    const uint4* matrix[2];  // [HKV, D/16, D/16, 32]: a lane's operands for 16 channels of the result
     const float* shift;      // [HKV, D]: what is taken off V's rows in the packed basis
 };
 
@@ -62,6 +62,8 @@ DEVICE void split(const Pair& x, u32& high, u32& low) {
 #endif
 }
 
+// Over a row, of codes t: sums of t, y t and t t.
+struct Sums { float t, yt, tt; };
 DEVICE u32 mask_of(int bits) { return 0xffffffffu << (23 - bits); }
 // A lane's numbers of its two rows, and how codes come from them: by a line that is cut off at 0 and 1. A code c of n bits
 // is held as 1 + c / 2^n, the bits of which hold those of the code, and whose upper bits alone are the code read with less.
@@ -71,7 +73,6 @@ struct Rows {
     static constexpr bool UNBIASED = RULE == 2 && BITS < 8;
     float (&y)[VALUES / 2][4];
     float scale[2], shift[2];
-    float sum[2], product[2], square[2];  // over a row, as last added up: of codes t, of y t, of t t
 
     DEVICE Rows(float (&y)[VALUES / 2][4]) : y(y) {}
     DEVICE float& at(int i, int s) { return y[s / 2][2 * i + (s & 1)]; }
@@ -84,29 +85,25 @@ struct Rows {
         scale[i] = ratio(1.f, range);
         shift[i] = middle - 1.f + (0.5f * UNIT + 2.5e-7f);
     }
-    // Adds up codes read with so many bits.
-    DEVICE void add_up(int bits) {
-        const u32 mask = mask_of(bits);
+    // Adds up a row's codes as read with FIRST bits and, where READS is 2, with twice as many.
+    template <int FIRST, int READS>
+    DEVICE void add_up(int i, Sums (&sums)[READS]) {
+        forget(scale[i]);
         #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            forget(scale[i]);
-            sum[i] = product[i] = square[i] = 0.f;
-        }
+        for (int z = 0; z < READS; z++) sums[z] = {0.f, 0.f, 0.f};
         #pragma unroll
-        for (int s = 0; s < VALUES; s++)
+        for (int s = 0; s < VALUES; s++) {
+            const float t = code(i, s, mask_of(FIRST * READS));
             #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float t = code(i, s, mask);
-                sum[i] += t;
-                product[i] = fmaf(at(i, s), t, product[i]);
-                square[i] = fmaf(t, t, square[i]);
+            for (int z = 0; z < READS; z++) {
+                const float read = as_float(__float_as_uint(t) & mask_of(FIRST << z));
+                sums[z].t += read;
+                sums[z].yt = fmaf(at(i, s), read, sums[z].yt);
+                sums[z].tt = fmaf(read, read, sums[z].tt);
             }
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            sum[i] = sum_quad(sum[i]);
-            product[i] = sum_quad(product[i]);
-            square[i] = sum_quad(square[i]);
         }
+        #pragma unroll
+        for (int z = 0; z < READS; z++) sums[z] = {sum_quad(sums[z].t), sum_quad(sums[z].yt), sum_quad(sums[z].tt)};
     }
     // The k-th smallest of a row's magnitudes: their bits are ordered as they are.
     DEVICE float order_statistic(int i, int k) {
@@ -135,8 +132,10 @@ struct Rows {
             mid[i] = round_bf16(low + (high - low) / 2.f);
         }
     }
-    // Chooses the grids. Numbers are less ``base`` afterwards, and decode as mid + step (c - half).
-    DEVICE void quantise(int clip, float (&base)[2], float (&mean)[2], float (&energy)[2], float (&step)[2], float (&mid)[2]) {
+    // Least-squares slope of numbers on codes that add up to this.
+    DEVICE static float fitted(const Sums& fit) { return ratio(fit.yt, fmaf(-fit.t / D, fit.t, fit.tt)); }
+    // Chooses the grids. Numbers are less ``base`` afterwards.
+    DEVICE void choose(int clip, float (&base)[2], float (&mean)[2], float (&energy)[2], float (&step)[2], float (&mid)[2]) {
         if (RULE == 1 && BITS == 2) {
             #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -165,22 +164,20 @@ struct Rows {
             if (UNBIASED && BITS == 4) shift[i] = fmaf(mean[i] - mid[i], scale[i], shift[i]);
         }
         if (!UNBIASED) return;
-        float range[2];
         #pragma unroll 1
-        for (int round = 0; round < 3; round++) {
-            add_up(BITS);
+        for (int round = 0; round < 2; round++) {
+            Sums fit[2][1];
             #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                range[i] = ratio(product[i], fmaf(-sum[i] / D, sum[i], square[i]));
-                if (round < 2) take_grid(i, range[i], sum[i] / D);
-            }
+            for (int i = 0; i < 2; i++) add_up<BITS>(i, fit[i]);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) take_grid(i, fitted(fit[i][0]), fit[i][0].t / D);
         }
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float unbiased = ratio(energy[i], product[i]);
-            step[i] = round_scale16(fminf(fmaxf(unbiased, range[i] / 2.f), range[i] * 2.f) * UNIT);
-            mid[i] = round_bf16(fmaf(step[i], HALF - (sum[i] / D - 1.f) / UNIT, mean[i]));
-        }
+    }
+    // The unbiased step and the midpoint of codes that add up to this: numbers decode as mid + step (c - half).
+    DEVICE static void settle(const Sums& fit, float mean, float energy, float& step, float& mid) {
+        const float range = fitted(fit), unbiased = ratio(energy, fit.yt);
+        step = round_scale16(fminf(fmaxf(unbiased, range / 2.f), range * 2.f) * UNIT);
+        mid = round_bf16(fmaf(step, HALF - (fit.t / D - 1.f) / UNIT, mean));
     }
 };
 
@@ -190,11 +187,13 @@ DEVICE void multiply(float (&y)[VALUES / 2][4], const Pair (&x)[4], const uint4*
     #pragma unroll
     for (int i = 0; i < 4; i++) split(x[i], a[i], low[i]);
     #pragma unroll
-    for (int t = 0; t < D / 8; t++) {
-        const uint4 m = matrix[t * 32];
+    for (int t = 0; t < D / 8; t += 2) {
+        const uint4 m = matrix[t * 16];
         mma_bf16(y[t], a[0], a[1], a[2], a[3], m.x, m.y);
-        mma_bf16(y[t], a[0], a[1], a[2], a[3], m.z, m.w);
-        if (KIND != 1) mma_bf16(y[t], low[0], low[1], low[2], low[3], m.x, m.y);
+        mma_bf16(y[t + 1], a[0], a[1], a[2], a[3], m.z, m.w);
+        if (KIND == 1) continue;
+        mma_bf16(y[t], low[0], low[1], low[2], low[3], m.x, m.y);
+        mma_bf16(y[t + 1], low[0], low[1], low[2], low[3], m.z, m.w);
     }
 }
 
@@ -256,21 +255,12 @@ DEVICE void pack(Rows<BITS>& x, int i, u8* const (&to)[4]) {
 // is a number less its row's mean, u less its midpoint, and v what is read but for the midpoint and the gain.
 enum Sum { YY, UU, ERROR, YV, UV, VV, ALL_SUMS = YV + 6 };
 
-// Adds the sums of two rows, read with so many bits; every lane of a quad has them.
-template <int BITS>
-DEVICE void add_reading(Rows<BITS>& x, int read, const float (&base)[2], const float (&mean)[2], const float (&step)[2], const float (&mid)[2], float& yv, float& uv, float& vv) {
-    // The last fit has added up the codes themselves.
-    if (!x.UNBIASED || read < BITS) x.add_up(read);
+// The y v, u v and v v of a row read with so many bits, the codes of which add up to this: v is range (t - center).
+DEVICE void read_as(const Sums& of, int read, float range, float base, float mean, float mid, float& yv, float& uv, float& vv) {
     const float center = 1.5f - 0.5f / (float)(1 << read);
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        // v = range (t - center)
-        const float range = step[i] * (1 << BITS);
-        const float of_y = fmaf(base[i] - mean[i], x.sum[i], x.product[i]), of_u = fmaf(base[i] - mid[i], x.sum[i], x.product[i]);
-        yv = fmaf(range, of_y, yv);
-        uv = fmaf(range, of_u - center * D * (mean[i] - mid[i]), uv);
-        vv = fmaf(range * range, x.square[i] - 2.f * center * x.sum[i] + center * center * D, vv);
-    }
+    yv = range * fmaf(base - mean, of.t, of.yt);
+    uv = range * (fmaf(base - mid, of.t, of.yt) - center * D * (mean - mid));
+    vv = range * range * (of.tt - 2.f * center * of.t + center * center * D);
 }
 
 struct Smem {
@@ -306,7 +296,45 @@ template <int BITS>
 DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, int side, int h, int warp, int r, int c, int clip, float* totals) {
     Rows<BITS> x(y);
     float base[2], mean[2], energy[2], step[2], mid[2];
-    x.quantise(clip, base, mean, energy, step, mid);
+    x.choose(clip, base, mean, energy, step, mid);
+    // Codes as they are read with 2 bits and, of pages with more, with 4.
+    constexpr int READS = BITS == 2 ? 1 : 2;
+    Sums read[2][READS];
+    if (x.UNBIASED || BITS > 2) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            x.template add_up<2>(i, read[i]);
+            if (x.UNBIASED) x.settle(read[i][READS - 1], mean[i], energy[i], step[i], mid[i]);
+        }
+    }
+    if (BITS > 2) {
+        float sums[ALL_SUMS] = {};
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float off = base[i] - mean[i], to_u = base[i] - mid[i];  // numbers sum up to -D off
+            const float range = step[i] * (1 << BITS), uu = energy[i] + D * to_u * (to_u - 2.f * off);
+            sums[YY] += energy[i] - D * off * off;
+            sums[UU] += uu;
+            #pragma unroll
+            for (int z = 0; z < READS; z++) {
+                float yv, uv, vv;
+                read_as(read[i][z], 2 << z, range, base[i], mean[i], mid[i], yv, uv, vv);
+                sums[YV + 3 * z] += yv;
+                sums[UV + 3 * z] += uv;
+                sums[VV + 3 * z] += vv;
+                if (BITS == 2 << z) sums[ERROR] += uu - 2.f * uv + vv;
+            }
+            // Errors of 8 bits are spread evenly over a step.
+            if (BITS == 8) sums[ERROR] += D / 12.f * step[i] * step[i];
+        }
+        #pragma unroll
+        for (int z = 0; z < ALL_SUMS; z++) {
+            sums[z] = sum_rows(sums[z]);
+            if (r == 0 && c == 0) totals[z] = sums[z];
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < 2; i++) forget(x.scale[i]);
     u8* record = job.records + job.page * RECORD_BYTES;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -322,29 +350,6 @@ DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, int side, int h, i
         if (c == 0) *(u16*)(record + SCALE_AT + number) = (u16)to_scale16(step[i]);
         if (c == 1) *(u16*)(record + MID_AT + number) = to_bf16(mid[i]);
     }
-    if constexpr (BITS > 2) {
-        float sums[ALL_SUMS] = {};
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float off = base[i] - mean[i], to_u = base[i] - mid[i];  // numbers sum up to -D off
-            sums[YY] += energy[i] - D * off * off;
-            sums[UU] += energy[i] + D * to_u * (to_u - 2.f * off);
-        }
-        // All bits first, then 2 and 4; a loop that is not unrolled keeps the registers of its rounds apart.
-        #pragma unroll 1
-        for (int read = BITS; read; read = read == BITS ? 2 : 2 * read < BITS ? 2 * read : 0) {
-            float yv = 0.f, uv = 0.f, vv = 0.f;
-            add_reading(x, read, base, mean, step, mid, yv, uv, vv);
-            if (read == BITS) sums[ERROR] = sums[UU] - 2.f * uv + vv;
-            else if (read == 2) { sums[YV] = yv; sums[UV] = uv; sums[VV] = vv; }
-            else { sums[YV + 3] = yv; sums[UV + 3] = uv; sums[VV + 3] = vv; }
-        }
-        #pragma unroll
-        for (int z = 0; z < ALL_SUMS; z++) {
-            sums[z] = sum_rows(sums[z]);
-            if (r == 0 && c == 0) totals[z] = sums[z];
-        }
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina_encode(
@@ -355,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
     DYNAMIC_SHARED(uint4, shared);
     Smem& S = *(Smem*)shared;
     uint4* staged = shared + (sizeof(Smem) + 15) / 16;
-    constexpr int SIZE = KIND == 0 ? 4 : 2, OPERANDS = (D / 16) * (D / 8) * 32;
+    constexpr int SIZE = KIND == 0 ? 4 : 2, OPERANDS = (D / 16) * (D / 16) * 32;
     const int first = (int)((i64)n_jobs * blockIdx.x / gridDim.x), last = (int)((i64)n_jobs * (blockIdx.x + 1) / gridDim.x);
     // Pages of one layer are taken together, two at a time; a group without one of its own waits for the next.
     const auto alike = [&](int j0) { return j0 + 1 < last && jobs[j0 + 1].matrix[side] == jobs[j0].matrix[side]; };
@@ -415,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
         for (int k = 0; k < D / 16; k++) {
             Pair x[4];
             load_matrices(x, shared_address(copied + (lane & 15) * PITCH + 32 * k + (lane >> 4) * 16));
-            multiply(y, x, staged + k * (D / 8) * 32 + lane);
+            multiply(y, x, staged + k * (D / 16) * 32 + lane);
         }
         __syncwarp();
         if (next < last) send(mine(next));
@@ -431,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
                     if (k0 + k < D / 16) x[k][i] = *(const Pair*)(rows + (8 * (i & 1) * job.row[side] + 16 * (k0 + k) + 2 * c + 8 * (i >> 1)) * SIZE);
             #pragma unroll
             for (int k = 0; k < AHEAD; k++)
-                if (k0 + k < D / 16) multiply(y, x[k], (STAGED ? staged : from) + (k0 + k) * (D / 8) * 32 + lane);
+                if (k0 + k < D / 16) multiply(y, x[k], (STAGED ? staged : from) + (k0 + k) * (D / 16) * 32 + lane);
         }
 #endif
         u8* record = job.records + job.page * RECORD_BYTES;

@@ -19,8 +19,6 @@ from lamina.pages.writer import FilledPages
 
 WARPS, GROUPS = 4, 2
 """Warps of a page and pages that a block has at a time, as in ``encode.cu``."""
-STAGED_DIM = 128
-"""Head dimension up to which a block has the matrix in shared memory, where the GPU has as much."""
 RULES = {ScaleRule.MINMAX: 0, ScaleRule.CLIP: 1, ScaleRule.UNBIASED: 2}
 
 
@@ -51,7 +49,7 @@ class Geometry:
     def shared_bytes(self) -> int:
         """Shared memory of a block: sums over a page's rows, the matrix, and rows on their way."""
         sums = 4 * GROUPS * WARPS * (3 * self.head_dim + 2 * 9)
-        matrix = 4 * self.head_dim**2 if self.staged else 0
+        matrix = 2 * self.head_dim**2 if self.staged else 0
         copied = GROUPS * PAGE_TOKENS * (2 * self.head_dim + 16) if matrix and self.kind != KINDS[torch.float32] else 0
         return -(-sums // 16) * 16 + matrix + copied
 
@@ -67,8 +65,8 @@ def operands(matrices: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        bfloat16 ``[H, D/16, D/8, 32, 2, 4]``: for 16 channels of a row and 8 of the result, what each lane has: four
-        numbers rounded, and what that leaves of them.
+        bfloat16 ``[H, D/16, D/16, 32, 2, 4]``: for 16 channels of a row and twice 8 of the result, four numbers each of
+        a lane.
     """
     dim = matrices.shape[-1]
     lane = torch.arange(32, device=matrices.device)
@@ -81,8 +79,7 @@ def operands(matrices: Tensor) -> Tensor:
     each = dim // 16
     column = number // each * (dim // 4) + r // 2 * each + number % each
     chosen = matrices[:, row[:, None], column[None, :, :, None]]
-    high = chosen.bfloat16()
-    return torch.stack([high, (chosen - high.float()).bfloat16()], -2).contiguous()
+    return chosen.bfloat16().unflatten(2, (dim // 16, 2)).transpose(3, 4).contiguous()
 
 
 class CudaPageWriter:
@@ -100,7 +97,7 @@ class CudaPageWriter:
         self.encoder, self.dtype = encoder, dtype
         codec, dim = encoder.codec, encoder.k_forward.shape[-1]
         shape = dim, len(encoder.k_forward), codec.center, KINDS[dtype], RULES[codec.rule]
-        staged = Geometry(*shape, staged=dim <= STAGED_DIM)
+        staged = Geometry(*shape, staged=True)
         fits = staged.shared_bytes <= most_shared(encoder.k_forward.device)
         self.geometry = staged if fits else Geometry(*shape, staged=False)
         self.clips = [min(int(ratio * dim), dim - 1) for ratio in (codec.clip_k, codec.clip_v)]

@@ -184,7 +184,7 @@ class _Call:
         grid = self._grid(count, splits)
         self.kernels.launch("lamina_packed", grid, 32 * WARPS, params, shared=self.geometry.packed_bytes)
         values, lse = (out[0], lse[0]) if splits == 1 else _merge(list(zip(out, lse)))
-        values = values.view(self.batch, self.n_kv, -1, self.dim) @ basis.v_forward.mT
+        values = values.view(self.batch, self.n_kv, -1, self.dim) @ basis.v_back.mT
         return values.add_(basis.mean_v[:, None]).view(self.batch, self.n_q, count, self.dim), lse
 
     def exact(self, first: int, count: int) -> tuple[Tensor, Tensor]:
