@@ -235,8 +235,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks with commas: multi-key, multi-value, variable-tracking, aggregation with :TOKENS; answers, "
-            "humaneval with :FILE."
+            help="Tasks with commas: multi-key, multi-value, variable-tracking, aggregation with :TOKENS, the first two "
+            "also with :DISTRACTORS; answers, humaneval with :FILE."
         ),
     ],
     output: Annotated[
@@ -250,6 +250,10 @@ def evaluate(
     protocol: Annotated[
         str, typer.Option(help="frozen: controllers warm up on other prompts, then stay; live: they go on throughout.")
     ] = "frozen",
+    orders: Annotated[
+        int, typer.Option(min=1, help="With --protocol live: orders of the same prompts, for the spread over them.")
+    ] = 1,
+    warm_up: Annotated[int, typer.Option(min=1, help="With --protocol frozen: prompts of each seed's warm-up.")] = 16,
     chat: Annotated[bool, typer.Option("--chat", help="Ask in the tokenizer's chat template.")] = False,
     sink: Sink = 64,
     recent: Recent = 256,
@@ -262,7 +266,7 @@ def evaluate(
 
     screen = Screen()
     request = EvaluationRequest(
-        model, profile, arms, tasks, output, n, seeds, protocol, chat, sink, recent, dtype, device
+        model, profile, arms, tasks, output, n, seeds, protocol, orders, warm_up, chat, sink, recent, dtype, device
     )  # fmt: skip
     report = run_evaluation(request, screen)
     screen.show(report.markdown)
