@@ -235,8 +235,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks with commas: multi-key, multi-value, variable-tracking, aggregation with :TOKENS, the first two "
-            "also with :DISTRACTORS; answers, humaneval with :FILE."
+            help="Tasks with commas: multi-key, multi-value, variable-tracking, aggregation with :TOKENS, the first "
+            "two also with :DISTRACTORS; answers, humaneval with :FILE."
         ),
     ],
     output: Annotated[
@@ -271,6 +271,26 @@ def evaluate(
     report = run_evaluation(request, screen)
     screen.show(report.markdown)
     screen.remark(f"{report.summary}, {report.table} and {report.log} hold all of it")
+
+
+@app.command()
+def protocol(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file with the parts: fidelity and evaluate.")],
+    model: NamedModel,
+    profile: ProfileFile,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder of all results; a run that stopped goes on there.")
+    ],
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Run all parts of a protocol and draw its report; can be interrupted."""
+    from lamina.app.protocol_file import ProtocolRequest, run_protocol
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    written = run_protocol(ProtocolRequest(file, model, profile, output, dtype, device), screen)
+    screen.show(f"{written.page}: the page of {output}; {written.table}: its tables")
 
 
 @app.command()

@@ -10,7 +10,7 @@ from lamina.basis.text import digest
 KEYS = {
     "tier_mean",
     *("name", "bits_history", "bits_at_context", "kl_mean", "kl_median", "kl_p99", "top1", "ppl"),
-    *("kv_bytes", "kv_bytes_bf16", "simulated", "kl_by_position"),
+    *("kv_bytes", "kv_bytes_bf16", "simulated", "kl_by_position", "kl_by_layer"),
 }
 
 
@@ -40,6 +40,8 @@ def test_json_on_stdout(tiny, fidelity, text_file):
     assert list(starts) == list(range(0, 448, 64)) and sum(kl) / len(kl) == pytest.approx(lamina["kl_mean"])
     assert kl[0] < 1e-6 < kl[-1]
     assert 2 < lamina["bits_history"] < 5
+    assert all(len(arm["kl_by_layer"]) == 2 for arm in report["arms"])
+    assert all(x < y / 10 for x, y in zip(bf16["kl_by_layer"], lamina["kl_by_layer"]))
     assert "Measuring 3 arms on 896 tokens" in result.stderr
 
 

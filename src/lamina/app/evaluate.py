@@ -13,7 +13,7 @@ from lamina.app.screen import Screen
 from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.errors import ConfigError
-from lamina.eval.arms import parse_arms
+from lamina.eval.arms import Arm, LiveArm, parse_arms
 from lamina.eval.log import Log
 from lamina.eval.orders import as_markdown as orders_markdown
 from lamina.eval.orders import order_spreads
@@ -60,8 +60,21 @@ class EvaluationReport:
     markdown: str
 
 
-def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationReport:
-    """Answer what is not answered yet, and write the summary; settings are checked before the weights are read."""
+@dataclass(frozen=True)
+class Checked:
+    """A request that can be run."""
+
+    arms: list[Arm]
+    tasks: list[Task]
+    protocol: Protocol
+    window: WindowConfig
+    log: Path
+    summary: Path
+    table: Path
+
+
+def check_evaluation(request: EvaluationRequest, screen: Screen | None = None) -> Checked:
+    """Check every setting that can be checked without the weights."""
     arms = parse_arms(request.arms)
     tasks = parse_tasks(request.tasks, request.chat)
     protocol = _protocol(request.protocol)
@@ -71,17 +84,28 @@ def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationRepo
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(request, name)}; it must be at least 1")
     if request.orders > 1 and protocol != Protocol.LIVE:
         raise ConfigError(f"--orders {request.orders} needs --protocol live: frozen controllers answer alike in all")
-    log_file = request.output / "answers.jsonl"
-    summary, table = request.output / "summary.json", request.output / "summary.md"
-    for file in (log_file, summary, table):
+    files = [request.output / name for name in ("answers.jsonl", "summary.json", "summary.md")]
+    for file in files:
         check_output(file, "-o", file.name)
     profile = Profile.load(request.profile)
-    limit = model_geometry(load_config(request.model, screen)).max_positions
+    for arm in arms:
+        if isinstance(arm, LiveArm):
+            arm.settings(profile)
+    limit = model_geometry(load_config(request.model, screen or Screen())).max_positions
     for task in tasks:
         if isinstance(task, LongContext) and task.tokens + task.max_new_tokens > limit:
             raise ConfigError(
                 f"{task.name} and its answer exceed the model's {limit:,} positions; ask for fewer tokens"
             )
+    return Checked(arms, tasks, protocol, window, *files)
+
+
+def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationReport:
+    """Answer what is not answered yet, and write the summary; settings are checked before the weights are read."""
+    checked = check_evaluation(request, screen)
+    arms, tasks, protocol, window = checked.arms, checked.tasks, checked.protocol, checked.window
+    log_file, summary, table = checked.log, checked.summary, checked.table
+    profile = Profile.load(request.profile)
     # Arms, tasks and orders are not among the settings: they can be added to a run.
     settings = {
         "model": request.model,

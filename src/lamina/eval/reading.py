@@ -42,7 +42,8 @@ class ReadPrompt:
         if not isinstance(cache, LaminaCache | Bf16Cache):
             raise TypeError(f"{type(cache).__name__} is not the cache of an arm")
         packed = set(cache.geometry.packed)
-        for i, read in enumerate(self.rows.layers):
+        layers: list[Any] = self.rows.layers
+        for i, read in enumerate(layers):
             if i not in packed:
                 cache.layers[i] = deepcopy(read)
             elif isinstance(cache, Bf16Cache):
