@@ -105,7 +105,7 @@ def _part(request: ProtocolRequest, shared: Mapping[str, Any], table: dict[str, 
     for option, value in options.items():
         wanted = type(defaults.get(option))
         if wanted in (int, str, bool) and type(value) is not wanted:
-            raise ConfigError(f"{request.file}: {option} of part {name} is {value!r}; give a {wanted.__name__}")
+            raise ConfigError(f"{request.file}: {option} of part {name} is {value!r}; its type is {wanted.__name__}")
     result = request.output / name if kind == "evaluate" else request.output / f"{name}.json"
     if kind == "evaluate":
         options["output"] = result
