@@ -334,6 +334,7 @@ def fidelity(
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = 0,
+    layers: Annotated[bool, typer.Option("--layers/--no-layers", help="Also measure KL by layer, for --json.")] = True,
     json: Annotated[str | None, typer.Option(metavar="OUT", help="JSON file to write; - is stdout.")] = None,
 ) -> None:
     """Measure how far each arm's next-token distributions are from the exact run's."""
@@ -356,6 +357,7 @@ def fidelity(
         dtype=dtype,
         device=device,
         seed=seed,
+        layers=layers,
     )
     report = run_fidelity(request, screen)
     screen.publish(report.as_json(), json, fidelity_table(report))

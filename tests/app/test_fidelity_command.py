@@ -47,12 +47,15 @@ def test_json_on_stdout(tiny, fidelity, text_file):
 
 def test_table_and_json_file(fidelity, tmp_path):
     out = tmp_path / "figures.json"
-    result = fidelity("--arms", "lamina-int4,kivi-int2", "--json", out, "--position-offset", "30%", "--recent", 128)
+    result = fidelity(
+        "--arms", "lamina-int4,kivi-int2", "--json", out, "--position-offset", "30%", "--recent", 128, "--no-layers"
+    )
     assert result.exit_code == 0, result.output
     assert "from position 1,228 (30% of the model's 4,096)" in " ".join(result.stdout.split())
     assert "kivi-int2*" in result.stdout
     assert "* simulated" in result.stdout
-    assert [arm["name"] for arm in json.loads(out.read_text())["arms"]] == ["lamina-int4", "kivi-int2"]
+    arms = json.loads(out.read_text())["arms"]
+    assert [(arm["name"], arm["kl_by_layer"]) for arm in arms] == [("lamina-int4", []), ("kivi-int2", [])]
 
 
 def test_default_text_and_arms(fidelity):

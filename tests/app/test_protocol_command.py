@@ -57,7 +57,8 @@ def answers(folder):
     found = {}
     for log in sorted(folder.glob("*/answers.jsonl")):
         records = [json.loads(line) for line in log.read_text().splitlines()[1:]]
-        found[log.parent.name] = [r for r in records if r["kind"] != "environment"]
+        kept = [r for r in records if r["kind"] != "environment"]
+        found[log.parent.name] = [{k: x for k, x in r.items() if k != "seconds"} for r in kept]
     return found
 
 

@@ -34,6 +34,7 @@ class FidelityRequest:
     dtype: str = "auto"
     device: str = "auto"
     seed: int = 0
+    layers: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def run_fidelity(request: FidelityRequest, screen: Screen) -> FidelityReport:
             sequences,
             position_offset=offset,
             window=checked.window,
-            by_layer=True,
+            by_layer=request.layers,
             progress=done,
         )
     return FidelityReport(request.model, request.text, tokens, request.seq_len, offset, checked.limit, results)

@@ -8,6 +8,7 @@ with every seed, and with every further order of its prompts.
 
 import hashlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -279,20 +280,23 @@ class Evaluation:
     def _answer(self, task: Task, item: Item, read: ReadPrompt, cache: Any) -> dict[str, Any]:
         """The continuation of a prompt, graded, and what the cache took."""
         ids = read.ids
+        start = time.perf_counter()
         read.fill(cache)
         stop = {"stop_strings": list(task.stop), "tokenizer": self.tokenizer} if task.stop else {}
         out = self.model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.max_new_tokens,
             **stop, **cache_kwarg(self.model, cache),
         )  # fmt: skip
+        seconds = time.perf_counter() - start
         text = str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
         bits, memory = cache.bits(), cache.memory()
         # The last token is written, not read.
         bf16 = 2 * model_geometry(self.model.config).elements(out.shape[1] - 1) + memory.get("host_layers", 0)
         return {
             "right": bool(task.grade(item, text)), "text": text, "prompt_tokens": ids.shape[1],
-            "tokens": out.shape[1] - ids.shape[1], "bits_history": _number(bits["history"]),
-            "bits_at_context": _number(bits["context"]), "tier_mean": _number(cache.average_tier),
+            "tokens": out.shape[1] - ids.shape[1], "seconds": round(seconds, 4),
+            "bits_history": _number(bits["history"]), "bits_at_context": _number(bits["context"]),
+            "tier_mean": _number(cache.average_tier),
             "kv_bytes": sum(memory.values()), "kv_bytes_by_kind": memory, "kv_bytes_bf16": bf16,
         }  # fmt: skip
 
