@@ -240,8 +240,8 @@ def test_orders_of_the_same_prompts(tmp_path):
     svg = pictures(page)["w1-orders-1"]
     rows = {g.get("data-row"): {p.get("data-bits"): p.get("d") for p in g.iter("path")} for g in svg.iter("g")}
     assert rows == {
-        "K, order 1": {"2": "M0 0h2"}, "K, order 2": {"2": "M0 0h1", "8": "M1 0h1"},
-        "V, order 1": {"4": "M0 0h1", "2": "M1 0h1"}, "V, order 2": {"4": "M0 0h1", "2": "M1 0h1"},
+        "K 1": {"2": "M0 0h2"}, "K 2": {"2": "M0 0h1", "8": "M1 0h1"},
+        "V 1": {"4": "M0 0h1", "2": "M1 0h1"}, "V 2": {"4": "M0 0h1", "2": "M1 0h1"},
     }  # fmt: skip
     assert "2 of 10 prompts are right in some orders and wrong in others; 88% of tiers" in svg.find("desc").text
     assert table(page, "w1-scores")[1][3] == "10", "further orders are no further answers"

@@ -13,7 +13,7 @@ MOST_LAYER_TICKS = 10
 
 @dataclass(frozen=True)
 class OrdersPart:
-    """One arm: tiers that every order ended with, a row for K and one for V."""
+    """One arm: tiers that every order ended with, a row an order for K and then one for V."""
 
     arm: str
     picture: Strips
@@ -53,7 +53,7 @@ def _part(s: OrderSpread, packed: Sequence[int] | None) -> OrdersPart:
     layers = packed if packed is not None and len(packed) == n else range(n)
     every = next(step for step in (1, 2, 5, 10, 20, 50, n) if n / step <= MOST_LAYER_TICKS)
     rows = [
-        (f"{name}, order {i}", [(j, pair[side]) for j, pair in enumerate(vector)])
+        (f"{name} {i}", [(j, pair[side]) for j, pair in enumerate(vector)])
         for side, name in enumerate("KV")
         for i, vector in enumerate(s.tiers, 1)
     ]
