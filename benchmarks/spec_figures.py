@@ -36,8 +36,10 @@ NEAR_ARMS = ["naive-int2", "hadamard-int2", "oscar-int2", "kivi-int2", "naive-in
 FAR_ARMS = ["lamina-int2", "lamina-k4v2"]
 
 TEXT = "other sequences of the text; other calibration text"
-POSITIONS = "stated for calibration at the positions of the text, 0 to 2k; profiles are made at random ones; " + TEXT
-SPAN = "4-bit scales start from the row's span, which has a quarter less error; " + TEXT
+POSITIONS = (
+    "not stated at which positions it was calibrated; profiles are made at random ones; " + TEXT
+)
+SPAN = "in part: 4-bit scales start from the row's span, with a quarter less error; the rest is not explained"
 MASS = "stated before the mass correction"
 
 
@@ -126,8 +128,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "256 tokens exact, mean KL in nats) next to the product's own run with the committed code:",
         "`benchmarks/spec_figures.py` writes both this page and",
         "[`spec_figures.csv`](../benchmarks/results/spec_figures.csv). The profile is calibrated on 16,384 tokens of",
-        "the default text, and tuned, which fixed arms do not notice. One sequence is tens of percent from another, and so",
-        "are ratios: over 8,192 tokens of gsm8k the arm as shipped has 0.0069, over 4,096 of the traces 0.0138",
+        "the default text. One sequence is tens of percent from another, and so are ratios: over 8,192 tokens of gsm8k",
+        "the arm as shipped (lamina-int2) has 0.0069, over 4,096 of the traces 0.0138",
         "([`fidelity_smollm2.csv`](../benchmarks/results/fidelity_smollm2.csv)).",
         "",
         "| figure | text | stated | measured | ratio | why they differ |",
