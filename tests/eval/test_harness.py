@@ -201,10 +201,12 @@ def write_task(folder: Path) -> None:
     (folder / "local.yaml").write_text(json.dumps(task))
 
 
-def run_cli(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str, **arguments: Any) -> None:
-    words = ["lm_eval", "--model", "lamina", "--tasks", "local", "--include_path", str(folder), "--device", "cpu"]
-    named = ",".join(f"{name}={value}" for name, value in arguments.items())
-    words += ["--model_args", f"pretrained={folder / 'MODEL'},{named}", "--output_path", str(out), "--log_samples"]
+def run_cli(
+    folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str, model: str = "lamina", **arguments: Any
+) -> None:
+    words = ["lm_eval", "--model", model, "--tasks", "local", "--include_path", str(folder), "--device", "cpu"]
+    named = "".join(f",{name}={value}" for name, value in arguments.items())
+    words += ["--model_args", f"pretrained={folder / 'MODEL'}{named}", "--output_path", str(out), "--log_samples"]
     monkeypatch.setattr(sys, "argv", [*words, *options])
     harness.main()
 
@@ -224,6 +226,22 @@ def test_the_command_line_runs_a_task_of_a_local_file(folder: Path, tmp_path: Pa
             expected = by_hand(model, cache, sample["doc"]["question"], choice)[0]
             assert float(total) == pytest.approx(expected, abs=1e-3)
     assert len(found) == 4
+
+
+def test_on_the_command_line_bf16_is_the_harness_own_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_task(folder)
+    run_cli(folder, tmp_path / "hf", monkeypatch, model="hf")
+    run_cli(folder, tmp_path / "bf16", monkeypatch, profile=folder / "model.profile", arm="bf16")
+    scores, found = [], []
+    for name in ("hf", "bf16"):
+        (results,) = (tmp_path / name).rglob("results_*.json")
+        scores.append(json.loads(results.read_text())["results"]["local"]["acc,none"])
+        (samples,) = (tmp_path / name).rglob("samples_local_*.jsonl")
+        lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda s: s["doc_id"])
+        found.append([float(total) for sample in lines for ((total, _),) in sample["resps"]])
+    assert scores[0] == scores[1] and found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 def test_the_command_line_says_what_is_wrong_in_one_line(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
