@@ -207,3 +207,10 @@ def _merging_tokenizer() -> PreTrainedTokenizerFast:
     backend.train_from_iterator(texts, trainer)
     assert any("Ġ" in token[1:-1] for token in backend.get_vocab()), "tokens span words"
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_fewer_distractors_are_another_task() -> None:
+    assert MultiKey(1024).name == "multi-key-1024" and MultiKey(1024, distractors=1).name == "multi-key-1024-1"
+    for count in (0, 2):
+        (item,) = MultiValue(1600, distractors=count).items(1, 0, make_tokenizer())
+        assert len(item.wrong) == count and len(item.answers) == 3
