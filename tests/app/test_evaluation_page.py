@@ -10,6 +10,7 @@ from lamina.app.evaluation_reader import read_folder
 from lamina.app.evaluation_report import run_report
 from lamina.app.report.accuracy import PLOT, lay_out_accuracy, share_axis
 from lamina.app.report.environment import format_figure
+from lamina.app.report.evaluation_fidelity import lay_out_positions
 from lamina.app.report.evaluation_markdown import as_markdown
 from lamina.app.report.evaluation_page import render_evaluation
 from lamina.app.report.evaluation_tables import score_table
@@ -246,3 +247,9 @@ def test_orders_of_the_same_prompts(tmp_path):
     assert "2 of 10 prompts are right in some orders and wrong in others; 88% of tiers" in svg.find("desc").text
     assert table(page, "w1-scores")[1][3] == "10", "further orders are no further answers"
     assert "| lamina-live | right | 2 | 60.0% |" in as_markdown(found)
+
+
+def test_curves_that_share_a_colour_differ_in_their_dashes():
+    found = lay_out_positions([(f"arm {i}", [(0.0, 0.1), (64.0, 0.2)]) for i in range(18)])
+    assert len({(c.color, c.dash) for c in found.curves}) == 18
+    assert [found.curves[i].dash for i in (7, 8, 16)] == ["", "dashed", "dotted"]

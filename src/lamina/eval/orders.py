@@ -115,7 +115,7 @@ def as_markdown(spreads: Sequence[OrderSpread]) -> str:
     """A line an arm, empty without any."""
     return "".join(
         f"\n{shown_name(s.arm, s.simulated)} on {s.task}, seed {s.seed}, {s.prompts} prompts in {s.orders} orders: "
-        f"right {_percent(s.accuracy)}, bits {_figure(s.bits)}, decided {_figure(s.decided)}; {s.turned} prompts turn\n"
+        f"right {_percent(s.accuracy)}, bits {_figure(s.bits)}, decided {_figure(s.decided)}; {s.turned} of them turn\n"
         for s in spreads
     )
 

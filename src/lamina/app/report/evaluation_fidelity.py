@@ -15,14 +15,16 @@ from lamina.eval.summary import shown_name
 WIDTH, HEIGHT = 440.0, 260.0
 PLOT = Box(72, 12, 428, 216)
 COLORS = 8
+DASHES = ("", "dashed", "dotted")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm's divergence by position, as a path."""
+    """One arm's divergence by position, as a path; where arms share a colour, ``dash`` tells them apart."""
 
     name: str
     color: int
+    dash: str
     d: str
 
 
@@ -84,7 +86,7 @@ def lay_out_positions(arms: Sequence[tuple[str, list[tuple[float, float]]]]) -> 
                 continue
             d += f"{pen}{x_scale(x):.1f} {y_scale(y) if is_drawable(y) else PLOT.bottom:.1f}"
             pen = "L"
-        curves.append(Curve(name, i % COLORS, d))
+        curves.append(Curve(name, i % COLORS, DASHES[i // COLORS % len(DASHES)], d))
     return Positions(curves, linear_ticks(x_scale, lambda value: f"{value:,.0f}"), decade_ticks(y_scale))
 
 
