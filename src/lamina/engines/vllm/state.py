@@ -231,6 +231,7 @@ class WorkerState:
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self._remove(name)
         running = output.scheduled_cached_reqs
+        self.counts["preempted"] += len({*(output.preempted_req_ids or ()), *running.resumed_req_ids})
         for name in running.resumed_req_ids:
             self._remove(name)
         added = [
@@ -306,6 +307,7 @@ class WorkerState:
             "arena_used": self.arena.slots - len(self.arena.free),
             "exact_pages": self.shares.exact_pages,
             "exact_used": max(store.arena.exact.slots - len(store.arena.exact.free) for store in self.stores),
+            "preempted": self.counts["preempted"],
             "planes_shed": self.counts["planes_shed"],
             "hits": self.counts["hits"],
             "hits_below_tier": self.counts["hits_below_tier"],
