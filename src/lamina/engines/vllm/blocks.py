@@ -142,6 +142,13 @@ class BlockArena(Arena):
         cost = torch.where(finest, loss[:, :, 1], loss[:, :, 0])
         return cost.masked_fill(table[:, FINE : FINE + 2] < 0, float("inf"))
 
+    def packed_bytes(self) -> tuple[int, int]:
+        """Bytes and pages of what requests read packed: closed pages in use that have no exact rows."""
+        table = self.table
+        packed = (table[:, TIER] > 0) & (table[:, EXACT] < 0) & (self.counts[:, USERS] > 0)
+        slabs, pages = int((table[packed, FINE:EXACT] >= 0).sum()), int(packed.sum())
+        return pages * self.layout.record_bytes + slabs * self.layout.slab_bytes, pages
+
     def below_tier(self, pages: list[int]) -> int:
         """How many of these pages are read with fewer bits than they were written with."""
         rows = self.table[torch.tensor(pages, dtype=torch.long)]
@@ -161,6 +168,8 @@ class BlockStore(LayerStore):
     **settings
         Of :class:`LayerStore`.
     """
+
+    arena: BlockArena
 
     def __init__(self, arena: BlockArena, blocks: list[list[int]], **settings: object) -> None:
         layout = arena.layout

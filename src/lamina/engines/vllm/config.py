@@ -68,10 +68,7 @@ class EngineConfig:
             )
         if self.controller_state is not None and self.controller is None:
             raise ConfigError("controller_state needs a controller")
-        if isinstance(self.tiers, list):
-            # JSON knows no tuples.
-            pair = len(self.tiers) == 2 and all(isinstance(bits, int) for bits in self.tiers)
-            object.__setattr__(self, "tiers", tuple(self.tiers) if pair else [tuple(x) for x in self.tiers])
+        object.__setattr__(self, "tiers", tiers_from_json(self.tiers))
         self.controller_settings()
         self.window()
 
@@ -102,6 +99,14 @@ def engine_config(additional: Any) -> EngineConfig | None:
     if "profile" not in given:
         raise ConfigError(f"additional_config[{KEY!r}] names no profile; see `lamina calibrate`")
     return _build(EngineConfig, given, KEY)
+
+
+def tiers_from_json(given: Any) -> Any:
+    """Bits with pairs as tuples, which JSON does not know."""
+    if not isinstance(given, list):
+        return given
+    pair = len(given) == 2 and all(isinstance(bits, int) for bits in given)
+    return tuple(given) if pair else [tuple(x) if isinstance(x, list) else x for x in given]
 
 
 def _build(kind: Any, given: dict[str, Any], what: str) -> Any:

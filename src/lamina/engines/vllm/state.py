@@ -1,7 +1,10 @@
 """Lamina in one vLLM worker: pages of all layers, the requests they belong to, and what is known of them."""
 
+import math
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +18,10 @@ from lamina.basis.transforms import LayerTransform
 from lamina.codec import PAGE_TOKENS, CodecConfig
 from lamina.codec.packing import SLABS_OF_BITS
 from lamina.control.live import LiveControl
-from lamina.control.state import Controller
+from lamina.control.state import Controller, Firing
 from lamina.engines.vllm.blocks import BlockArena, BlockStore
 from lamina.engines.vllm.config import AUTO, EngineConfig
+from lamina.engines.vllm.metrics_file import write_stats
 from lamina.errors import ConfigError
 from lamina.pages.config import WindowConfig
 from lamina.pages.layout import RecordLayout
@@ -198,7 +202,11 @@ class WorkerState:
         h, d, device = shapes[0].n_heads, shapes[0].head_dim, records[0].device
         self.arena = Pool(Budget(), Field((h, PAGE_TOKENS, d // 4), torch.uint8, device))
         self.arena.reserve(shares.slabs)
+        if self.control is not None:
+            self.control.on_firing = self._fired
         self.counts: Counter[str] = Counter()
+        self.told = -math.inf
+        self.decided = self.tiers
         self.layers: dict[int, Layer] = {}
         for n, (shape, scale, rows) in enumerate(zip(shapes, scaling, records)):
             encoder = PageEncoder(_heads_of(profile.layers[shape.index], shape), self.codec, scale, device)
@@ -277,7 +285,7 @@ class WorkerState:
         freed = len(self.arena.free)
         target = freed + wanted
         while len(self.arena.free) < target:
-            cost = torch.stack([store.arena.losses() for store in self.stores])  # type: ignore[attr-defined]
+            cost = torch.stack([store.arena.losses() for store in self.stores])
             n = min(target - len(self.arena.free), int(torch.isfinite(cost).sum()))
             if n <= 0:
                 break
@@ -296,11 +304,13 @@ class WorkerState:
             parts["codes"] -= self.arena.n_bytes
             memory.update(parts)
         memory["arena"] = self.arena.n_bytes
-        packed, elements = (sum(x) for x in zip(*(store.history_bits() for store in self.stores)))
+        packed, pages = (sum(x) for x in zip(*(store.arena.packed_bytes() for store in self.stores)))
+        layout = self.stores[0].layout
         found: dict[str, Any] = {
             "requests": len(self.requests.names),
             "tokens": sum(s.length for s in self.stores[0].sequences),
-            "bits_history": packed / elements if elements else None,
+            "bits_history": 8 * packed / (pages * 8 * layout.slab_bytes) if pages else None,
+            "bits_average": sum(bits for pair in self.tiers for bits in pair) / (2 * len(self.tiers)),
             "tiers": self.tiers,
             "bytes": dict(memory),
             "arena_slots": self.arena.slots,
@@ -311,11 +321,24 @@ class WorkerState:
             "planes_shed": self.counts["planes_shed"],
             "hits": self.counts["hits"],
             "hits_below_tier": self.counts["hits_below_tier"],
-            "nonfinite": self.counts["nonfinite"],
+            "firings": self.counts["firings"],
+            "tier_changes": self.counts["tier_changes"],
         }
         if self.controller is not None:
             found["controller"] = self.controller.snapshot()
+            found["signals"] = [track.ema for track in self.controller.tracks]
         return found
+
+    def tell(self, path: Path, engine: int) -> None:
+        """Write the figures for those who serve them, at most once a second."""
+        if time.monotonic() - self.told >= 1:
+            self.told = time.monotonic()
+            write_stats(path, engine, self.stats())
+
+    def _fired(self, firing: Firing) -> None:
+        before, self.decided = self.decided, firing.tiers
+        self.counts["firings"] += 1
+        self.counts["tier_changes"] += sum(a != b for x, y in zip(before, firing.tiers) for a, b in zip(x, y))
 
     def _add(self, name: str, blocks: list[int], tokens: int) -> None:
         self.requests.add(name, blocks)
@@ -324,7 +347,7 @@ class WorkerState:
         hits = blocks[: tokens // PAGE_TOKENS]
         self.counts["hits"] += len(hits)
         if hits:
-            below = max(store.arena.below_tier(hits) for store in self.stores)  # type: ignore[attr-defined]
+            below = max(store.arena.below_tier(hits) for store in self.stores)
             self.counts["hits_below_tier"] += below
 
     def _remove(self, name: str) -> None:

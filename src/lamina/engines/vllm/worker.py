@@ -12,11 +12,12 @@ from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
 from lamina.control.state import Controller
 from lamina.engines.hf_settings import check_canary, make_controller, parse_tiers
-from lamina.engines.vllm.config import AUTO, EngineConfig, engine_config
+from lamina.engines.vllm.config import AUTO, EngineConfig, engine_config, tiers_from_json
+from lamina.engines.vllm.metrics_file import stats_path
 from lamina.engines.vllm.state import LayerShape, Sizes, WorkerState, exact_pages, sizes
 from lamina.errors import ConfigError, LaminaError, UnsupportedModelError
 
-CALLS = ("stats", "set_tiers", "freeze", "save_controller", "load_controller")
+CALLS = ("stats", "set_tiers", "freeze", "save_controller", "load_controller", "call")
 """Functions of this module that ``collective_rpc`` reaches as ``lamina_NAME``."""
 
 logger = logging.getLogger("vllm.lamina")
@@ -73,14 +74,18 @@ def execute(worker: Any, inner: Any, scheduler_output: Any, *args: Any, **kwargs
     state = getattr(worker, "lamina", None)
     if state is not None:
         state.begin_step(scheduler_output)
+        if worker.rank % worker.parallel_config.tensor_parallel_size == 0:
+            state.tell(stats_path(worker.vllm_config), worker.parallel_config.data_parallel_index)
     return inner(scheduler_output, *args, **kwargs)
 
 
 def shutdown(worker: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
     """Save the controller's state where that was asked for."""
     state = getattr(worker, "lamina", None)
-    if state is not None and state.config.controller_state is not None and worker.rank == 0:
-        save_controller(worker, state.config.controller_state)
+    if state is not None:
+        if state.config.controller_state is not None and worker.rank == 0:
+            save_controller(worker, state.config.controller_state)
+        stats_path(worker.vllm_config).unlink(missing_ok=True)
     return inner(*args, **kwargs)
 
 
@@ -114,9 +119,7 @@ def set_tiers(worker: Any, tiers: Any) -> None:
     """Set the bits of pages that close from now on; the controller, if there is one, must be frozen."""
     state = _state(worker)
     profile = Profile.load(state.config.profile)
-    parsed = parse_tiers(
-        tiers if isinstance(tiers, int) else [tuple(x) if isinstance(x, list) else x for x in tiers], profile
-    )
+    parsed = parse_tiers(tiers_from_json(tiers), profile)
     chosen = [parsed[i] for i in state.layers]
     if state.config.deterministic:
         raise ConfigError("tiers are fixed: the engine was started with deterministic")
@@ -150,6 +153,14 @@ def load_controller(worker: Any, path: str) -> None:
             f"{path} cannot be read as a controller's state ({error}); remove it to start anew"
         ) from error
     _controller(worker).load(found)
+
+
+def call(worker: Any, name: str, *args: Any) -> Any:
+    """One of ``CALLS`` by its name, which tells what was wrong instead of ending the engine."""
+    try:
+        return {n: globals()[n] for n in CALLS}[name](worker, *args)
+    except (LaminaError, TypeError) as error:
+        return {"error": str(error)}
 
 
 def _state(worker: Any) -> WorkerState:
@@ -211,6 +222,7 @@ def _refuse(vllm_config: Any) -> None:
     """Raise UnsupportedModelError naming an option that Lamina does not serve."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     refused = {
+        f"device {vllm_config.device_config.device_type} (CPUs so far)": vllm_config.device_config.device_type != "cpu",
         f"--block-size {cache.block_size} (give 64)": cache.block_size != 64,
         f"--kv-cache-dtype {cache.cache_dtype} (leave it at auto)": cache.cache_dtype != "auto",
         "a KV connector": vllm_config.kv_transfer_config is not None,
