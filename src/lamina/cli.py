@@ -235,8 +235,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks with commas: multi-key, multi-value, variable-tracking, aggregation with :TOKENS; answers, "
-            "humaneval with :FILE."
+            help="Tasks with commas: multi-key, multi-value, variable-tracking, aggregation with :TOKENS, the first "
+            "two also with :DISTRACTORS; answers, humaneval with :FILE."
         ),
     ],
     output: Annotated[
@@ -250,6 +250,10 @@ def evaluate(
     protocol: Annotated[
         str, typer.Option(help="frozen: controllers warm up on other prompts, then stay; live: they go on throughout.")
     ] = "frozen",
+    orders: Annotated[
+        int, typer.Option(min=1, help="With --protocol live: orders of the same prompts, for the spread over them.")
+    ] = 1,
+    warm_up: Annotated[int, typer.Option(min=1, help="With --protocol frozen: prompts of each seed's warm-up.")] = 16,
     chat: Annotated[bool, typer.Option("--chat", help="Ask in the tokenizer's chat template.")] = False,
     sink: Sink = 64,
     recent: Recent = 256,
@@ -262,11 +266,31 @@ def evaluate(
 
     screen = Screen()
     request = EvaluationRequest(
-        model, profile, arms, tasks, output, n, seeds, protocol, chat, sink, recent, dtype, device
+        model, profile, arms, tasks, output, n, seeds, protocol, orders, warm_up, chat, sink, recent, dtype, device
     )  # fmt: skip
     report = run_evaluation(request, screen)
     screen.show(report.markdown)
     screen.remark(f"{report.summary}, {report.table} and {report.log} hold all of it")
+
+
+@app.command()
+def protocol(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file with the parts: fidelity and evaluate.")],
+    model: NamedModel,
+    profile: ProfileFile,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder of all results; a run that stopped goes on there.")
+    ],
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Run all parts of a protocol and draw its report; can be interrupted."""
+    from lamina.app.protocol_file import ProtocolRequest, run_protocol
+    from lamina.app.screen import Screen
+
+    screen = Screen()
+    written = run_protocol(ProtocolRequest(file, model, profile, output, dtype, device), screen)
+    screen.show(f"{written.page}: the page of {output}; {written.table}: its tables")
 
 
 @app.command()
@@ -310,6 +334,7 @@ def fidelity(
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = 0,
+    layers: Annotated[bool, typer.Option("--layers/--no-layers", help="Also measure KL by layer, for --json.")] = True,
     json: Annotated[str | None, typer.Option(metavar="OUT", help="JSON file to write; - is stdout.")] = None,
 ) -> None:
     """Measure how far each arm's next-token distributions are from the exact run's."""
@@ -332,6 +357,7 @@ def fidelity(
         dtype=dtype,
         device=device,
         seed=seed,
+        layers=layers,
     )
     report = run_fidelity(request, screen)
     screen.publish(report.as_json(), json, fidelity_table(report))

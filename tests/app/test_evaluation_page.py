@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from evaluations import answer, parse, pictures, table, words, write
+from evaluations import ENVIRONMENT, answer, parse, pictures, table, words, write
 from lamina.app.evaluation_reader import read_folder
 from lamina.app.evaluation_report import run_report
 from lamina.app.report.accuracy import PLOT, lay_out_accuracy, share_axis
 from lamina.app.report.environment import format_figure
+from lamina.app.report.evaluation_markdown import as_markdown
 from lamina.app.report.evaluation_page import render_evaluation
 from lamina.app.report.evaluation_tables import score_table
 from lamina.eval.arms import ARMS
@@ -218,3 +219,30 @@ def test_fidelity_beside_the_answers(folder):
 def test_markdown_escapes_what_would_end_a_cell():
     scores = [score("a|b", 0.5, 0.4, 0.6, 2.0)]
     assert score_table(scores).markdown().splitlines()[2].startswith("| a\\|b | 2.00 |")
+
+
+def test_orders_of_the_same_prompts(tmp_path):
+    """Ten prompts in two orders; the second gets two more right, and ends with other bits in one layer."""
+    tiers = ([[2, 4], [2, 2]], [[2, 4], [8, 2]])
+    given = [answer("lamina-live", i, i < 5, 3.0, tiers=tiers[0], controller={"step": i}) for i in range(10)]
+    given += [
+        answer("lamina-live", i, i < 7, 4.0, tiers=tiers[1], controller={"step": i}) | {"kind": "reordered", "order": 1}
+        for i in range(10)
+    ]
+    found = read_folder(write(tmp_path, [ENVIRONMENT, *given]))
+    page = parse(render_evaluation(found))
+    assert table(page, "w1-orders") == [
+        ["arm", "figure", "orders", "mean", "95 % over orders", "least", "most"],
+        ["lamina-live", "right", "2", "60.0%", "50.0 to 70.0%", "50.0%", "70.0%"],
+        ["lamina-live", "bits", "2", "3.50", "3.00 to 4.00", "3.00", "4.00"],
+        ["lamina-live", "bits decided at the end", "2", "3.25", "2.50 to 4.00", "2.50", "4.00"],
+    ]
+    svg = pictures(page)["w1-orders-1"]
+    rows = {g.get("data-row"): {p.get("data-bits"): p.get("d") for p in g.iter("path")} for g in svg.iter("g")}
+    assert rows == {
+        "K 1": {"2": "M0 0h2"}, "K 2": {"2": "M0 0h1", "8": "M1 0h1"},
+        "V 1": {"4": "M0 0h1", "2": "M1 0h1"}, "V 2": {"4": "M0 0h1", "2": "M1 0h1"},
+    }  # fmt: skip
+    assert "2 of 10 prompts are right in some orders and wrong in others; 88% of tiers" in svg.find("desc").text
+    assert table(page, "w1-scores")[1][3] == "10", "further orders are no further answers"
+    assert "| lamina-live | right | 2 | 60.0% |" in as_markdown(found)

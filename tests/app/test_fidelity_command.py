@@ -10,7 +10,7 @@ from lamina.basis.text import digest
 KEYS = {
     "tier_mean",
     *("name", "bits_history", "bits_at_context", "kl_mean", "kl_median", "kl_p99", "top1", "ppl"),
-    *("kv_bytes", "kv_bytes_bf16", "simulated", "kl_by_position"),
+    *("kv_bytes", "kv_bytes_bf16", "simulated", "kl_by_position", "kl_by_layer"),
 }
 
 
@@ -40,17 +40,22 @@ def test_json_on_stdout(tiny, fidelity, text_file):
     assert list(starts) == list(range(0, 448, 64)) and sum(kl) / len(kl) == pytest.approx(lamina["kl_mean"])
     assert kl[0] < 1e-6 < kl[-1]
     assert 2 < lamina["bits_history"] < 5
+    assert all(len(arm["kl_by_layer"]) == 2 for arm in report["arms"])
+    assert all(x < y / 10 for x, y in zip(bf16["kl_by_layer"], lamina["kl_by_layer"]))
     assert "Measuring 3 arms on 896 tokens" in result.stderr
 
 
 def test_table_and_json_file(fidelity, tmp_path):
     out = tmp_path / "figures.json"
-    result = fidelity("--arms", "lamina-int4,kivi-int2", "--json", out, "--position-offset", "30%", "--recent", 128)
+    result = fidelity(
+        "--arms", "lamina-int4,kivi-int2", "--json", out, "--position-offset", "30%", "--recent", 128, "--no-layers"
+    )
     assert result.exit_code == 0, result.output
     assert "from position 1,228 (30% of the model's 4,096)" in " ".join(result.stdout.split())
     assert "kivi-int2*" in result.stdout
     assert "* simulated" in result.stdout
-    assert [arm["name"] for arm in json.loads(out.read_text())["arms"]] == ["lamina-int4", "kivi-int2"]
+    arms = json.loads(out.read_text())["arms"]
+    assert [(arm["name"], arm["kl_by_layer"]) for arm in arms] == [("lamina-int4", []), ("kivi-int2", [])]
 
 
 def test_default_text_and_arms(fidelity):

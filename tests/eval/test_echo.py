@@ -43,6 +43,9 @@ def test_sixteen_bits_until_the_first_firing_then_what_it_says() -> None:
         k = store.sequences[0].coded[0][:, 108:]
         assert torch.equal(k, grouped(store.sequences[0].exact[0][:, 108:], 2))
     assert cache.bits()["history"] == pytest.approx((108 * 16 + 32 * 3) / 140), "a scale and a zero for 32 channels"
+    elements = 140 * 2 * 32 * 2
+    expected = {"codes": elements * 2 * (108 * 16 + 32 * 2) // (140 * 8), "scales": 2 * 32 * 2 * 2 * 32 // 8}
+    assert cache.memory() == {**expected, "windows": 0, "ring": 2 * 64 * 2 * 32 * 2}
     again = EchoCache(model, profile_of("Llama"), live)
     assert again.tiers == ((2, 2), (2, 2)), "the state goes on in the next request"
 

@@ -16,6 +16,7 @@ from lamina.control.config import ControllerConfig
 from lamina.errors import ConfigError, DataError
 from lamina.eval.arms import ARMS, Arm
 from lamina.eval.log import Log
+from lamina.eval.orders import order_spreads
 from lamina.eval.protocol import Evaluation, Protocol
 from lamina.eval.summary import as_json, as_markdown, summarise
 from lamina.eval.tasks.base import Item
@@ -58,23 +59,28 @@ def answering() -> tuple[Any, Any, Profile]:
 def run(answering: Any, path: Path, protocol: str = "frozen", after: int | None = None, **options: Any) -> Log:
     """A run, stopped by an exception once ``after`` answers of it were written."""
     log = Log(path, {"protocol": protocol})
-    left = [after]
 
     def progress(n: int) -> None:
-        if left[0] is not None and n == 1:
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
+        if after is not None and len([r for r in log.records if r["kind"] in ("answer", "reordered")]) == after:
+            raise KeyboardInterrupt
 
     options = {"n": 3, "seeds": (0, 1), "warm_up": 2, "window": WINDOW, "progress": progress} | options
-    Evaluation(*answering, log, protocol=Protocol(protocol), **options).run([Letters()], CHOSEN)
+    evaluation = Evaluation(*answering, log, protocol=Protocol(protocol), **options)
+    tasks = [Letters()]
+    evaluation.run(tasks, CHOSEN)
+    assert evaluation.done == evaluation.total(tasks, CHOSEN), "the progress bar ends full"
     return log
+
+
+def untimed(log: Log) -> list[dict[str, Any]]:
+    """Records without the seconds that answers took."""
+    return [{k: x for k, x in r.items() if k != "seconds"} for r in log.records]
 
 
 @pytest.mark.parametrize("protocol", ["frozen", "live"])
 @pytest.mark.parametrize("after", [2, 8, 14, 17])
 def test_an_interrupted_run_goes_on_to_the_same_end(answering: Any, tmp_path: Path, protocol: str, after: int) -> None:
-    whole = run(answering, tmp_path / "whole.jsonl", protocol).records
+    whole = untimed(run(answering, tmp_path / "whole.jsonl", protocol))
     assert len([r for r in whole if r["kind"] == "answer"]) == 18
     path = tmp_path / "cut.jsonl"
     with pytest.raises(KeyboardInterrupt):
@@ -82,15 +88,52 @@ def test_an_interrupted_run_goes_on_to_the_same_end(answering: Any, tmp_path: Pa
     assert len([r for r in Log(path, {"protocol": protocol}).records if r["kind"] == "answer"]) == after
     with path.open("ab") as file:
         file.write(b'{"kind": "answer", "task": "let')
-    assert run(answering, path, protocol).records == whole
-    assert run(answering, path, protocol).records == whole, "nothing is left to do"
+    assert untimed(run(answering, path, protocol)) == whole
+    assert untimed(run(answering, path, protocol)) == whole, "nothing is left to do"
 
 
 def test_a_live_controller_changes_its_mind_and_a_frozen_one_does_not(answering: Any, tmp_path: Path) -> None:
     live = run(answering, tmp_path / "live.jsonl", "live").of(kind="answer", arm=LIVE.name)
     assert len({json.dumps(r["controller"]["tracks"]) for r in live}) == len(live)
+    seldom = replace(LIVE, controller=replace(LIVE.controller, rate=1 / 16))
+    log = Log(tmp_path / "seldom.jsonl", {})
+    Evaluation(*answering, log, n=5, seeds=(0,), protocol=Protocol.LIVE, window=WINDOW).run([Letters()], [seldom])
+    states, fired = [r["controller"] for r in log.records], [False] * 5
+    for i in range(5):
+        fired[i] = i == 0 or states[i]["step"] // 16 > states[i - 1]["step"] // 16
+    assert ["tracks" in state for state in states] == fired and not all(fired), "else the log would grow for nothing"
     frozen = run(answering, tmp_path / "frozen.jsonl").of(kind="answer", arm=LIVE.name)
     assert len({json.dumps(r["tiers"]) for r in frozen}) == 1 and "controller" not in frozen[0]
+
+
+def test_orders_of_the_same_prompts(answering: Any, tmp_path: Path) -> None:
+    log = run(answering, tmp_path / "run.jsonl", "live", orders=4, seeds=(0,), n=5)
+    assert {r["arm"] for r in log.of(kind="reordered")} == {LIVE.name}, "other arms answer alike in every order"
+    first = log.of(kind="answer", arm=LIVE.name)
+    orders = [first, *(log.of(kind="reordered", arm=LIVE.name, order=k) for k in (1, 2, 3))]
+    given = [[r["item"] for r in answers] for answers in orders]
+    assert {frozenset(items) for items in given} == {frozenset(given[0])} and len(set(map(tuple, given))) > 2
+    steps = [answers[0]["controller"]["step"] for answers in orders]
+    assert steps == [r["tokens"] for r in (answers[0] for answers in orders)], "each order starts anew"
+    alone = untimed(run(answering, tmp_path / "alone.jsonl", "live", seeds=(0,), n=5))
+    assert [r for r in alone if r["arm"] == LIVE.name] == [{k: r[k] for k in r if k != "seconds"} for r in first]
+    (spread,) = order_spreads(log)
+    assert (spread.prompts, spread.orders, spread.arm) == (5, 4, LIVE.name)
+    assert spread.accuracy.values == [sum(r["right"] for r in answers) / 5 for answers in orders]
+    assert spread.tiers == [[tuple(pair) for pair in answers[-1]["tiers"]] for answers in orders]
+
+
+def test_an_interrupted_order_goes_on(answering: Any, tmp_path: Path) -> None:
+    options: Any = {"orders": 3, "seeds": (0,), "n": 4}
+    whole = untimed(run(answering, tmp_path / "whole.jsonl", "live", **options))
+    assert len(whole) == 4 * 3 + 2 * 4
+    for after in (13, 18):
+        path = tmp_path / f"{after}.jsonl"
+        with pytest.raises(KeyboardInterrupt):
+            run(answering, path, "live", after, **options)
+        assert untimed(run(answering, path, "live", **options)) == whole
+    with pytest.raises(ConfigError, match="3 orders of prompts are for live controllers"):
+        run(answering, tmp_path / "x.jsonl", "frozen", **options)
 
 
 def test_warm_ups_touch_nothing_that_is_measured(answering: Any, tmp_path: Path) -> None:
@@ -176,7 +219,10 @@ def test_a_live_run_goes_on_in_order_or_not_at_all(answering: Any, tmp_path: Pat
     path = tmp_path / "run.jsonl"
     run(answering, path, "live", n=3, seeds=(0,))
     lines = path.read_text().splitlines(keepends=True)
-    for kept in (lines[:-3] + lines[-2:-1], [*lines[:-1], lines[-3]]):
+    answers = [line for line in lines if f'"arm": "{LIVE.name}"' in line]
+    others = [line for line in lines if line not in answers]
+    assert len(answers) == 3
+    for kept in ([*others, answers[0], answers[2]], [*others, *answers[:2], answers[0]]):
         path.write_text("".join(kept))
         with pytest.raises(DataError, match="twice or out of order"):
             run(answering, path, "live", n=3, seeds=(0,))

@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, bootstrap
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
 from lamina.errors import DataError
-from lamina.eval.statistics import compare, detectable_difference, exact_mcnemar, holm, interval
+from lamina.eval.statistics import RESAMPLES, compare, detectable_difference, exact_mcnemar, holm, interval
 
 
 def answers(rng: np.random.Generator, n: int, accuracy: float) -> np.ndarray:
@@ -50,6 +50,21 @@ def test_the_interval_is_that_of_the_normal_law_for_many_prompts() -> None:
     assert interval(x, 0.5).low > found.low
     for same in ([0.0], [1.0, 1.0, 1.0]):
         assert interval(same).low == interval(same).high == same[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_interval_is_scipys_and_that_of_resampling_by_hand(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = rng.choice([-1.0, 0.0, 1.0], int(rng.integers(30, 300)), p=[0.15, 0.6, 0.25])
+    found = interval(x, seed=seed)
+    theirs = bootstrap(
+        (x,), np.mean, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(seed), vectorized=True,
+        batch=10**7 // len(x),
+    ).confidence_interval  # fmt: skip
+    assert (found.low, found.high) == (theirs.low, theirs.high)
+    means = x[rng.integers(0, len(x), (20_000, len(x)))].mean(1)
+    width = float(means.std())
+    assert np.quantile(means, [0.025, 0.975]) == pytest.approx([found.low, found.high], abs=0.1 * width)
 
 
 def planted(n: int) -> tuple[list[bool], list[bool]]:

@@ -13,14 +13,16 @@ from lamina.app.screen import Screen
 from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.errors import ConfigError
-from lamina.eval.arms import parse_arms
+from lamina.eval.arms import Arm, LiveArm, parse_arms
 from lamina.eval.log import Log
-from lamina.eval.protocol import Evaluation, Protocol
+from lamina.eval.orders import as_markdown as orders_markdown
+from lamina.eval.orders import order_spreads
+from lamina.eval.protocol import WARM_UP, Evaluation, Protocol
 from lamina.eval.summary import as_json, as_markdown, summarise
 from lamina.eval.tasks.answers import Answers
 from lamina.eval.tasks.base import Task
 from lamina.eval.tasks.code import HumanEval
-from lamina.eval.tasks.retrieval import Aggregation, LongContext, MultiKey, MultiValue, VariableTracking
+from lamina.eval.tasks.retrieval import Aggregation, Keyed, LongContext, MultiKey, MultiValue, VariableTracking
 from lamina.pages import WindowConfig
 
 RETRIEVAL = {task.kind: task for task in (MultiKey, MultiValue, VariableTracking, Aggregation)}
@@ -39,6 +41,8 @@ class EvaluationRequest:
     n: int = 20
     seeds: int = 3
     protocol: str = "frozen"
+    orders: int = 1
+    warm_up: int = WARM_UP
     chat: bool = False
     sink: int = 64
     recent: int = 256
@@ -56,32 +60,60 @@ class EvaluationReport:
     markdown: str
 
 
-def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationReport:
-    """Answer what is not answered yet, and write the summary; settings are checked before the weights are read."""
+@dataclass(frozen=True)
+class Checked:
+    """A request that can be run."""
+
+    arms: list[Arm]
+    tasks: list[Task]
+    protocol: Protocol
+    window: WindowConfig
+    log: Path
+    summary: Path
+    table: Path
+
+
+def check_evaluation(request: EvaluationRequest, screen: Screen | None = None) -> Checked:
+    """Check every setting that can be checked without the weights."""
     arms = parse_arms(request.arms)
     tasks = parse_tasks(request.tasks, request.chat)
     protocol = _protocol(request.protocol)
     window = WindowConfig(sink=request.sink, recent=request.recent)
-    if request.n < 1 or request.seeds < 1:
-        raise ConfigError(f"--n {request.n} and --seeds {request.seeds} must both be at least 1")
-    log_file = request.output / "answers.jsonl"
-    summary, table = request.output / "summary.json", request.output / "summary.md"
-    for file in (log_file, summary, table):
+    for name in ("n", "seeds", "orders", "warm_up"):
+        if getattr(request, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(request, name)}; it must be at least 1")
+    if request.orders > 1 and protocol != Protocol.LIVE:
+        raise ConfigError(f"--orders {request.orders} needs --protocol live: frozen controllers answer alike in all")
+    files = [request.output / name for name in ("answers.jsonl", "summary.json", "summary.md")]
+    for file in files:
         check_output(file, "-o", file.name)
     profile = Profile.load(request.profile)
-    limit = model_geometry(load_config(request.model, screen)).max_positions
+    for arm in arms:
+        if isinstance(arm, LiveArm):
+            arm.settings(profile)
+    limit = model_geometry(load_config(request.model, screen or Screen())).max_positions
     for task in tasks:
         if isinstance(task, LongContext) and task.tokens + task.max_new_tokens > limit:
             raise ConfigError(
                 f"{task.name} and its answer exceed the model's {limit:,} positions; ask for fewer tokens"
             )
-    # Arms and tasks are not among the settings: they can be added to a run.
+    return Checked(arms, tasks, protocol, window, *files)
+
+
+def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationReport:
+    """Answer what is not answered yet, and write the summary; settings are checked before the weights are read."""
+    checked = check_evaluation(request, screen)
+    arms, tasks, protocol, window = checked.arms, checked.tasks, checked.protocol, checked.window
+    log_file, summary, table = checked.log, checked.summary, checked.table
+    profile = Profile.load(request.profile)
+    # Arms, tasks and orders are not among the settings: they can be added to a run.
     settings = {
         "model": request.model,
         "profile": hashlib.sha256(request.profile.read_bytes()).hexdigest()[:16],
         "n": request.n,
         "seeds": request.seeds,
         "protocol": str(protocol),
+        "warm_up": request.warm_up if protocol == Protocol.FROZEN else None,
         "chat": request.chat,
         "sink": request.sink,
         "recent": request.recent,
@@ -90,16 +122,17 @@ def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationRepo
     log = Log(log_file, settings)
     loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device, profile=profile)
     _record_environment(log, request, loaded)
-    total = request.n * request.seeds * len(tasks) * len(arms)
-    with screen.progress(f"Answering {total:,} prompts with {len(arms)} arms", total) as done:
-        run = Evaluation(
-            loaded.model, loaded.tokenizer, profile, log, n=request.n, seeds=range(request.seeds), protocol=protocol,
-            window=window, progress=done,
-        )  # fmt: skip
+    run = Evaluation(
+        loaded.model, loaded.tokenizer, profile, log, n=request.n, seeds=range(request.seeds), protocol=protocol,
+        window=window, warm_up=request.warm_up, orders=request.orders,
+    )  # fmt: skip
+    total = run.total(tasks, arms)
+    with screen.progress(f"Giving {total:,} answers with {len(arms)} arms", total) as run.progress:
         run.run(tasks, arms)
     scores = summarise(log)
-    markdown = as_markdown(scores)
-    screen.json(as_json(scores, settings), str(summary))
+    spreads = order_spreads(log)
+    markdown = as_markdown(scores) + orders_markdown(spreads)
+    screen.json(as_json(scores, settings, spreads), str(summary))
     table.write_text(markdown, encoding="utf-8")
     return EvaluationReport(log_file, summary, table, markdown)
 
@@ -124,7 +157,7 @@ def command_line(request: EvaluationRequest) -> str:
     for field in fields(request):
         value = getattr(request, field.name)
         if value != field.default:
-            words += ["--" + field.name] + ([] if value is True else [str(value)])
+            words += ["--" + field.name.replace("_", "-")] + ([] if value is True else [str(value)])
     return shlex.join(words)
 
 
@@ -143,9 +176,7 @@ _KNOWN = f"name {', '.join(f'{kind}:TOKENS' for kind in RETRIEVAL)}, {', '.join(
 def _task(text: str, chat: bool) -> Task:
     kind, _, value = text.partition(":")
     if kind in RETRIEVAL:
-        if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"task {text!r} has no length; write {kind}:TOKENS, such as {kind}:2048")
-        task: Any = RETRIEVAL[kind](int(value), chat)
+        task: Any = _retrieval(text, kind, value.split(":"), chat)
     elif kind in FILES:
         if not Path(value).is_file():
             raise ConfigError(f"task {text!r} names no file; write {kind}:FILE")
@@ -154,6 +185,17 @@ def _task(text: str, chat: bool) -> Task:
         raise ConfigError(f"unknown task {text!r}; {_KNOWN}")
     found: Task = task
     return found
+
+
+def _retrieval(text: str, kind: str, numbers: list[str], chat: bool) -> LongContext:
+    make: Any = RETRIEVAL[kind]
+    if not all(x.isdecimal() for x in numbers) or int(numbers[0]) < 1:
+        raise ConfigError(f"task {text!r} has no length; write {kind}:TOKENS, such as {kind}:2048")
+    if len(numbers) > 1 and not (len(numbers) == 2 and issubclass(make, Keyed)):
+        raise ConfigError(f"task {text!r} has too many numbers; write {kind}:TOKENS, such as {kind}:2048")
+    more = {"distractors": int(numbers[1])} if len(numbers) > 1 else {}
+    task: LongContext = make(int(numbers[0]), chat, **more)
+    return task
 
 
 def _protocol(text: str) -> Protocol:

@@ -8,11 +8,13 @@ from typing import Any
 from lamina.errors import DataError
 from lamina.eval.held import Holding, TierVector, holdings, tier_vectors
 from lamina.eval.log import Written, read_log
+from lamina.eval.orders import OrderSpread, order_spreads
 from lamina.eval.summary import Score, summarise
 
 LOG, SUMMARY = "answers.jsonl", "summary.json"
 FIELDS: dict[str, dict[str, type]] = {
     "answer": {"task": str, "arm": str, "seed": int, "item": str, "right": bool},
+    "reordered": {"task": str, "arm": str, "seed": int, "item": str, "right": bool, "order": int, "tiers": list},
     "warm-up": {"task": str, "arm": str, "seed": int, "tiers": list},
 }
 
@@ -27,7 +29,7 @@ class RunFound:
         Its folder, as seen from the one that was asked for; empty for that one itself.
     settings : dict
         What all its answers were given with.
-    scores, tiers, holdings
+    scores, tiers, holdings, orders
         What its answers say.
     environments : list of dict
         Where they were given, one a command; empty for runs that did not record it.
@@ -40,6 +42,7 @@ class RunFound:
     scores: list[Score]
     tiers: list[TierVector]
     holdings: list[Holding]
+    orders: list[OrderSpread]
     environments: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
 
@@ -120,7 +123,9 @@ def _read_run(folder: Path, path: Path) -> RunFound:
     scores = summarise(log)
     name = "" if path.parent == folder else path.parent.name
     notes = list(_notes(log, scores, _json(path.parent / SUMMARY)))
-    return RunFound(name, log.settings, scores, tier_vectors(log), holdings(log), _environments(log), notes)
+    return RunFound(
+        name, log.settings, scores, tier_vectors(log), holdings(log), order_spreads(log), _environments(log), notes
+    )
 
 
 def _check(path: Path, number: int, record: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamina.app.data import evaluation_source
+from lamina.app.data import Source, evaluation_source
 from lamina.app.loading import load_config, load_model
 from lamina.app.screen import Screen
 from lamina.app.values import parse_position
@@ -12,7 +12,7 @@ from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.basis.text import digest, token_sequences
 from lamina.errors import ConfigError
-from lamina.eval.arms import parse_arms
+from lamina.eval.arms import Arm, LiveArm, parse_arms
 from lamina.eval.fidelity import ArmResult, as_json, measure_fidelity
 from lamina.pages import WindowConfig
 
@@ -34,6 +34,7 @@ class FidelityRequest:
     dtype: str = "auto"
     device: str = "auto"
     seed: int = 0
+    layers: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,40 @@ class FidelityReport:
         return as_json(self.model, self.text, self.tokens, self.arms)
 
 
-def run_fidelity(request: FidelityRequest, screen: Screen) -> FidelityReport:
-    """Measure; every setting is checked before the weights are read."""
+@dataclass(frozen=True)
+class Checked:
+    """A request that can be run."""
+
+    arms: list[Arm]
+    window: WindowConfig
+    profile: Profile
+    offset: int
+    limit: int
+    source: Source
+
+
+def check_fidelity(request: FidelityRequest, screen: Screen | None = None) -> Checked:
+    """Check every setting that can be checked without the weights."""
     arms = parse_arms(request.arms)
     window = WindowConfig(sink=request.sink, recent=request.recent)
     profile = Profile.load(request.profile)
-    limit = model_geometry(load_config(request.model, screen)).max_positions
+    for arm in arms:
+        if isinstance(arm, LiveArm):
+            arm.settings(profile)
+    limit = model_geometry(load_config(request.model, screen or Screen())).max_positions
     offset = parse_position(request.position_offset, limit)
     if offset + request.seq_len > limit:
         raise ConfigError(
             f"sequences of {request.seq_len} tokens from position {offset} on exceed the model's {limit} positions; "
             f"lower --position-offset or --seq-len"
         )
-    source = evaluation_source(request.text, request.field)
+    return Checked(arms, window, profile, offset, limit, evaluation_source(request.text, request.field))
+
+
+def run_fidelity(request: FidelityRequest, screen: Screen) -> FidelityReport:
+    """Measure; every setting is checked before the weights are read."""
+    checked = check_fidelity(request, screen)
+    arms, profile, source, offset = checked.arms, checked.profile, checked.source, checked.offset
     if digest(source.documents) == profile.info.get("data_digest"):
         screen.warn(f"The profile was calibrated on {source.name} itself: these figures flatter it. Use other text.")
     loaded = load_model(request.model, screen, dtype=request.dtype, device=request.device, profile=profile)
@@ -81,6 +103,13 @@ def run_fidelity(request: FidelityRequest, screen: Screen) -> FidelityReport:
     tokens = len(sequences) * request.seq_len
     with screen.progress(f"Measuring {len(arms)} arms on {tokens:,} tokens", tokens) as done:
         results = measure_fidelity(
-            loaded.model, profile, arms, sequences, position_offset=offset, window=window, progress=done
+            loaded.model,
+            profile,
+            arms,
+            sequences,
+            position_offset=offset,
+            window=checked.window,
+            by_layer=request.layers,
+            progress=done,
         )
-    return FidelityReport(request.model, request.text, tokens, request.seq_len, offset, limit, results)
+    return FidelityReport(request.model, request.text, tokens, request.seq_len, offset, checked.limit, results)

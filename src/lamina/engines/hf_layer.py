@@ -147,6 +147,14 @@ class LaminaLayer(CacheLayerMixin):
         self.cache.finished(self.index)
         return out
 
+    def take(self, key: Tensor, value: Tensor) -> None:
+        """Store rows ``[B, H, T, D]`` that attention read elsewhere, as those of a first call; none is padding."""
+        self.lazy_initialization(key, value)
+        self.store.append(key, value)
+        self.seen += key.shape[2]
+        if not self.cache.geometry.shares_kv:
+            self.store.settle()
+
     def read(self, query: Tensor, basis: ReadBasis, chunk: tuple[Tensor, Tensor], only: int | None) -> AttentionOutput:
         """Attention over the pages of all sequences, or of one alone."""
         view = self.store.view()

@@ -159,9 +159,11 @@ ARMS = {
 
 
 def parse_arms(names: str) -> list[Arm]:
-    """Arms of a comma-separated list of names, or ConfigError listing them all."""
+    """Arms of a comma-separated list of names, ``all`` for every one, or ConfigError listing them."""
     wanted = [n.strip() for n in names.split(",") if n.strip()]
+    if wanted == ["all"]:
+        return list(ARMS.values())
     unknown = [n for n in wanted if n not in ARMS]
     if unknown or not wanted:
-        raise ConfigError(f"unknown arm {', '.join(unknown) or '(none given)'}; choose from {', '.join(ARMS)}")
+        raise ConfigError(f"unknown arm {', '.join(unknown) or '(none given)'}; choose from all, {', '.join(ARMS)}")
     return [ARMS[n] for n in dict.fromkeys(wanted)]

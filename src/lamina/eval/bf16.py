@@ -23,9 +23,9 @@ class Bf16Cache(Cache):
     """The exact baseline: 16 bits an element."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        geometry = model_geometry(model.config)
+        self.geometry = model_geometry(model.config)
         layers = host_layers(model.config.get_text_config(decoder=True))
-        for i in geometry.packed:
+        for i in self.geometry.packed:
             layers[i] = Bf16Layer()
         self.layers: list[Any] = []
         super().__init__(layers=layers)

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from lamina.basis.profile import Profile
 from lamina.control.config import ControllerConfig
+from lamina.control.live import RING_TOKENS
 from lamina.control.state import UNQUANTISED, Controller
-from lamina.eval.simulate import Rows, SimulatedCache, fake_quantise
+from lamina.eval.simulate import Packed, Rows, SimulatedCache, fake_quantise
 from lamina.pages import WindowConfig
 
 GROUP = 32
@@ -60,10 +61,12 @@ class EchoRows(Rows):
         """No row: there are no windows."""
         return torch.zeros(1, self.length, dtype=torch.bool, device=position.device)
 
-    def packed(self, window: WindowConfig) -> tuple[int, float]:
+    def packed(self, window: WindowConfig) -> Packed:
         """Codes with a 16-bit scale and zero a group, or 16 bits."""
-        bits = torch.where(self.bits < UNQUANTISED, self.bits + 32 / group_of(self.exact[0]), float(UNQUANTISED))
-        return self.length, float(bits.mean()) if self.length else float(UNQUANTISED)
+        if not self.length:
+            return Packed(0, UNQUANTISED, 0)
+        coded = (self.bits < UNQUANTISED).float()
+        return Packed(self.length, float(self.bits.float().mean()), float(coded.mean()) * 32 / group_of(self.exact[0]))
 
     def requantise_page(self, k: Tensor, bits: int) -> Tensor:
         """Keys ``[H, n, D]`` as the ring canary compares them."""
@@ -94,6 +97,11 @@ class EchoCache(SimulatedCache):
         """Bits of all rows without scales."""
         bits = [s.bits.float().mean() for s, _ in self._rows() if s.length]
         return float(torch.stack(bits).mean()) if bits else float("nan")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that a real cache would take, among them the ring of 16-bit keys that the canary reads."""
+        ring = sum(min(s.length, RING_TOKENS) * n // 2 * 2 for s, n in self._rows())
+        return {**super().memory(), "ring": ring}
 
     def empty_rows(self, index: int, none: Tensor) -> Any:
         """Rows of a new sequence."""

@@ -15,6 +15,7 @@ from lamina.codec import PAGE_TOKENS
 from lamina.engines.hf import ATTENTION, cache_kwarg
 from lamina.errors import ConfigError, DataError
 from lamina.eval.arms import Arm
+from lamina.eval.layer_kl import kl_by_layer
 from lamina.pages import WindowConfig
 
 STRETCHES = 32
@@ -47,6 +48,9 @@ class ArmResult:
         where no page was full.
     kl_by_position : list of (int, float)
         First position of a stretch of a sequence and the mean KL in it; at most 32 stretches of equal length.
+    kl_by_layer : list of float
+        Mean KL of each layer's attention weights from exact ones, see :func:`kl_by_layer`; empty where it cannot be
+        told.
     """
 
     name: str
@@ -62,6 +66,7 @@ class ArmResult:
     tier_mean: float
     simulated: bool = False
     kl_by_position: list[tuple[int, float]] = field(default_factory=list)
+    kl_by_layer: list[float] = field(default_factory=list)
 
 
 class _Tally:
@@ -102,6 +107,7 @@ def measure_fidelity(
     *,
     position_offset: int = 0,
     window: WindowConfig | None = None,
+    by_layer: bool = False,
     progress: Callable[[int], Any] | None = None,
     on_kl: Callable[[str, int, Tensor], Any] | None = None,
 ) -> list[ArmResult]:
@@ -123,6 +129,8 @@ def measure_fidelity(
         Position of the first token.
     window : WindowConfig
         Exact windows.
+    by_layer : bool
+        Also tell KL by layer, on the first sequence.
     progress : callable
         Called with the number of tokens done, after each chunk.
     on_kl : callable
@@ -135,6 +143,7 @@ def measure_fidelity(
     tallies = {arm.name: _Tally() for arm in arms}
     before = model.config._attn_implementation
     done = length = host_bytes = 0
+    layers: dict[str, list[float]] = {}
     try:
         with torch.no_grad():
             for ids in sequences:
@@ -167,12 +176,14 @@ def measure_fidelity(
                     tallies[name].kv_bytes = sum(cache.memory().values())
                     tallies[name].tiers.append(cache.average_tier)
                     host_bytes = cache.memory().get("host_layers", host_bytes)
+                if by_layer and not layers:
+                    layers = kl_by_layer(model, arms, opened, ids, window, position_offset)
     finally:
         model.set_attn_implementation(before)
     if not done:
         raise DataError("the text is shorter than one sequence; use a smaller --seq-len or more text")
     bf16 = 2 * geometry.elements(length) + host_bytes
-    return [_result(arm, tallies[arm.name], bf16) for arm in arms]
+    return [_result(arm, tallies[arm.name], bf16, layers.get(arm.name, [])) for arm in arms]
 
 
 def as_json(model: str, text: str, tokens: int, results: list[ArmResult]) -> dict[str, Any]:
@@ -185,7 +196,7 @@ def _forward(model: PreTrainedModel, ids: Tensor, cache: Any, position: int) -> 
     return model(input_ids=ids, position_ids=positions, use_cache=True, **cache_kwarg(model, cache)).logits[0]
 
 
-def _result(arm: Arm, tally: _Tally, bf16: int) -> ArmResult:
+def _result(arm: Arm, tally: _Tally, bf16: int, layers: list[float]) -> ArmResult:
     kl = torch.cat(tally.kl)
     return ArmResult(
         name=arm.name,
@@ -201,4 +212,5 @@ def _result(arm: Arm, tally: _Tally, bf16: int) -> ArmResult:
         simulated=arm.simulated,
         tier_mean=sum(tally.tiers) / len(tally.tiers),
         kl_by_position=tally.by_position(),
+        kl_by_layer=layers,
     )

@@ -13,7 +13,7 @@ from lamina.codec import PAGE_TOKENS, CodecConfig
 from lamina.codec.rows import dequantise_rows, quantise_rows
 from lamina.errors import ConfigError
 from lamina.eval.kivi import KiviRows
-from lamina.eval.simulate import SimulatedCache
+from lamina.eval.simulate import Packed, SimulatedCache
 from lamina.pages import WindowConfig
 
 SCALE_BITS = 32
@@ -30,12 +30,12 @@ class GroupedRows(KiviRows):
     ----------
     coder : callable
         Rows of K and V ``[H, n, D]`` as they came -> as they are read, in the engine's basis.
-    bits : float
-        Bits an element that the codes would take.
+    bits : (float, float)
+        Bits an element that codes and scales would take.
     """
 
     coder: Coder
-    bits: float
+    bits: tuple[float, float]
 
     def extended(self, k: Tensor, v: Tensor) -> "GroupedRows":
         """With more rows, full pages coded."""
@@ -50,9 +50,9 @@ class GroupedRows(KiviRows):
         cut = KiviRows.cropped(self, length)
         return replace(self, exact=cut.exact, coded=cut.coded)
 
-    def packed(self, window: WindowConfig) -> tuple[int, float]:
+    def packed(self, window: WindowConfig) -> Packed:
         """Codes with a 16-bit scale and midpoint a group."""
-        return super().packed(window)[0], self.bits
+        return Packed(super().packed(window).tokens, *self.bits)
 
 
 class GroupedCache(SimulatedCache):
@@ -90,7 +90,7 @@ class GroupedCache(SimulatedCache):
         """Rows of a new sequence."""
         return GroupedRows(
             (none, none), (none.float(), none.float()), self._coder(index, none.device),
-            self.average_tier + SCALE_BITS / self.group,
+            (self.average_tier, SCALE_BITS / self.group),
         )  # fmt: skip
 
     def _coder(self, index: int, device: torch.device) -> Coder:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
-from lamina.eval.simulate import Rows, SimulatedCache, fake_quantise
+from lamina.eval.simulate import Packed, Rows, SimulatedCache, fake_quantise
 from lamina.pages import WindowConfig
 
 GROUP = 32
@@ -38,10 +38,10 @@ class KiviRows(Rows):
         start = torch.arange(self.coded[0].shape[1], device=position.device) // PAGE_TOKENS * PAGE_TOKENS
         return (start < window.sink) | (start >= position // PAGE_TOKENS * PAGE_TOKENS - window.recent)
 
-    def packed(self, window: WindowConfig) -> tuple[int, float]:
-        """Codes and their 16-bit scales and zeros."""
+    def packed(self, window: WindowConfig) -> Packed:
+        """Codes and their 16-bit scales and zeros, K's a channel and 32 tokens, V's a token."""
         exact = min(self.length, window.sink + window.recent + self.length % PAGE_TOKENS)
-        return self.length - exact, 2 + (32 / GROUP + 32 / self.exact[0].shape[2]) / 2
+        return Packed(self.length - exact, 2, (32 / GROUP + 32 / self.exact[0].shape[2]) / 2)
 
 
 class KiviCache(SimulatedCache):

@@ -1,7 +1,7 @@
 """Caches of arms that Lamina's pages cannot store, for comparison only: exact rows kept beside what would be read."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,14 @@ from lamina.engines.hf import LaminaCache
 from lamina.engines.hf_layer import LaminaLayer
 from lamina.errors import CacheStateError
 from lamina.pages import WindowConfig
+
+
+class Packed(NamedTuple):
+    """Tokens that the next query reads packed, and the bits an element of their codes and of what scales them."""
+
+    tokens: int
+    codes: float
+    scales: float
 
 
 @dataclass
@@ -43,8 +51,8 @@ class Rows:
         """Which coded rows queries at ``position [T, 1]`` read exactly, bool ``[T or 1, n]``."""
         raise NotImplementedError
 
-    def packed(self, window: WindowConfig) -> tuple[int, float]:
-        """Tokens that the next query reads packed, and their bits an element."""
+    def packed(self, window: WindowConfig) -> Packed:
+        """What the next query reads packed."""
         raise NotImplementedError
 
 
@@ -154,21 +162,23 @@ class SimulatedCache(LaminaCache):
         """Bits an element, of packed tokens and of everything."""
         packed = elements = total = 0.0
         for s, n in self._rows():
-            tokens, bits = s.packed(self.window)
-            packed, elements, total = packed + tokens * n * bits, elements + tokens * n, total + s.length * n
+            tokens, codes, scales = s.packed(self.window)
+            packed, elements = packed + tokens * n * (codes + scales), elements + tokens * n
+            total += s.length * n
         return {
             "history": packed / elements if elements else float("nan"),
             "context": 8 * sum(self.memory().values()) / total if total else float("nan"),
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes that a real cache with the same windows would take."""
-        codes = windows = 0.0
+        """Bytes by kind that a real cache with the same windows would take."""
+        codes = scales = windows = 0.0
         for s, n in self._rows():
-            tokens, bits = s.packed(self.window)
-            codes += tokens * n * bits / 8
-            windows += (s.length - tokens) * n * s.exact[0].dtype.itemsize
-        return {"codes": int(codes), "windows": int(windows)}
+            packed = s.packed(self.window)
+            codes += packed.tokens * n * packed.codes / 8
+            scales += packed.tokens * n * packed.scales / 8
+            windows += (s.length - packed.tokens) * n * s.exact[0].dtype.itemsize
+        return {"codes": int(codes), "scales": int(scales), "windows": int(windows)}
 
     @property
     def average_tier(self) -> float:

@@ -94,11 +94,11 @@ def last_page(tokens: int) -> int:
     return (tokens - 1) % PAGE_TOKENS + 1
 
 
-def record_last_page(model: PreTrainedModel, ids: Tensor) -> dict[int, SeenRows]:
+def record_last_page(model: PreTrainedModel, ids: Tensor, position_offset: int = 0) -> dict[int, SeenRows]:
     """What attention of each packed layer saw in one exact pass over int64 ``[1, T]``."""
     recorders: dict[int, Any] = {i: _Recorder(last_page(ids.shape[1])) for i in model_geometry(model.config).packed}
     with torch.no_grad(), capturing(model, recorders) as collect, collect():
-        forward_hidden(model, ids.to(model.device), 0)
+        forward_hidden(model, ids.to(model.device), position_offset)
     return {i: recorder.rows for i, recorder in recorders.items()}
 
 

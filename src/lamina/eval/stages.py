@@ -128,7 +128,7 @@ def measure_stages(
         for ids in sequences:
             seen = record_last_page(model, ids)
             for i, rows in seen.items():
-                _check_recomputed(i, rows, scaling[i])
+                check_recomputed(i, rows, scaling[i])
             model.set_attn_implementation(ATTENTION)
             exact = last_hidden_states(model, ids, DynamicCache(config=model.config))
             for arm in arms:
@@ -197,7 +197,7 @@ def _add_layer(sums: dict[str, _Sums], seen: SeenRows, read: ReadRows, scaling: 
     sums["output"].add(ours.output, exact.output)
 
 
-def _check_recomputed(index: int, seen: SeenRows, scaling: float) -> None:
+def check_recomputed(index: int, seen: SeenRows, scaling: float) -> None:
     """Raise UnsupportedModelError unless the attention recomputed from a layer's rows is the model's own."""
     found, own = attend_to(seen.queries, exact_rows(seen), scaling).output.flatten(0, 1), seen.output.double()
     error = float((found - own).norm() / own.norm().clamp(min=1e-30))

@@ -99,9 +99,11 @@ def _middle(x: Interval | None) -> float | None:
     return None if x is None else x.mean
 
 
-def as_json(scores: Sequence[Score], settings: dict[str, Any]) -> dict[str, Any]:
-    """The aggregate document of a run."""
-    document: dict[str, Any] = finite({"settings": settings, "scores": [asdict(s) for s in scores]})
+def as_json(scores: Sequence[Score], settings: dict[str, Any], spreads: Sequence[Any] = ()) -> dict[str, Any]:
+    """The aggregate document of a run; ``spreads`` are those of :mod:`lamina.eval.orders`."""
+    document: dict[str, Any] = finite(
+        {"settings": settings, "scores": [asdict(s) for s in scores], "orders": [asdict(s) for s in spreads]}
+    )
     return document
 
 

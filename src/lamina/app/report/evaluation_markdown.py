@@ -11,6 +11,9 @@ def as_markdown(found: Found) -> str:
     parts = [f"# {title(found)}", *notes(found)]
     for w in workloads(found):
         parts += [f"## {w.name}", w.table.markdown()]
+        if w.orders is not None:
+            parts += ["Live controllers over orders of the same prompts:", w.orders.markdown()]
+            parts += [f"- {part.desc}" for part in w.order_tiers]
         if w.bytes is not None:
             parts += ["Bytes of the cache after an answer, on average over prompts:", w.bytes.table.markdown()]
     for f in found.fidelity:

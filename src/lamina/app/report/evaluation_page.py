@@ -9,6 +9,7 @@ from lamina.app.report.accuracy import Accuracy, lay_out_accuracy
 from lamina.app.report.environment import format_figure, template
 from lamina.app.report.evaluation_facts import circumstances, commands, notes, settings_table, title
 from lamina.app.report.evaluation_fidelity import FidelityPart, fidelity_parts
+from lamina.app.report.evaluation_orders import OrdersPart, orders_parts, orders_table
 from lamina.app.report.evaluation_tables import Table, bytes_table, bytes_total, score_table, seed_table
 from lamina.app.report.stacks import Stacks, lay_out_stacks
 from lamina.app.report.strips import Strips, lay_out_strips
@@ -53,6 +54,8 @@ class Workload:
     table: Table
     seeds: Table
     tiers: list[TierPart]
+    orders: Table | None
+    order_tiers: list[OrdersPart]
     bytes: BytesPart | None
 
 
@@ -80,6 +83,7 @@ def render_evaluation(found: Found) -> str:
 
 def _workload(id: str, run: RunFound, task: str, several: bool) -> Workload:
     scores = [s for s in run.scores if s.task == task]
+    orders = [s for s in run.orders if s.task == task]
     return Workload(
         id,
         f"{task}, {run.name or 'this folder'}" if several else task,
@@ -92,6 +96,8 @@ def _workload(id: str, run: RunFound, task: str, several: bool) -> Workload:
             _tiers(list(vectors), run.packed)
             for _, vectors in groupby((t for t in run.tiers if t.task == task), key=lambda t: t.arm)
         ],
+        orders_table(orders) if orders else None,
+        orders_parts(orders, run.packed),
         _bytes([h for h in run.holdings if h.task == task]),
     )
 

@@ -124,16 +124,27 @@ class LongContext(ABC):
 
 
 @dataclass(frozen=True)
-class MultiKey(LongContext):
-    """One code among those of keys that differ from the right one in one digit, or in the order of two.
+class Keyed(LongContext):
+    """Puzzles about one key among others that differ from it in one digit, or in the order of two.
 
     Attributes
     ----------
     distractors : int
-        Other keys, at most 35.
+        Other keys, at most 35; fewer make it easier.
     """
 
     distractors: int = 4
+
+    @property
+    def name(self) -> str:
+        """Kind, length, and how many distractors where they are not as many as usual."""
+        return super().name + ("" if self.distractors == Keyed.distractors else f"-{self.distractors}")
+
+
+@dataclass(frozen=True)
+class MultiKey(Keyed):
+    """One code among those of near-identical keys."""
+
     kind = "multi-key"
 
     def puzzle(self, rng: random.Random) -> Puzzle:
@@ -146,19 +157,16 @@ class MultiKey(LongContext):
 
 
 @dataclass(frozen=True)
-class MultiValue(LongContext):
-    """All codes of one key, among those of near-identical keys.
+class MultiValue(Keyed):
+    """All codes of one key, among those of near-identical keys, which have one code each.
 
     Attributes
     ----------
     values : int
         Codes of the right key.
-    distractors : int
-        Other keys, one code each, at most 35.
     """
 
     values: int = 3
-    distractors: int = 4
     kind = "multi-value"
 
     def puzzle(self, rng: random.Random) -> Puzzle:
