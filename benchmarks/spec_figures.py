@@ -36,9 +36,7 @@ NEAR_ARMS = ["naive-int2", "hadamard-int2", "oscar-int2", "kivi-int2", "naive-in
 FAR_ARMS = ["lamina-int2", "lamina-k4v2"]
 
 TEXT = "other sequences of the text; other calibration text"
-POSITIONS = (
-    "not stated at which positions it was calibrated; profiles are made at random ones; " + TEXT
-)
+POSITIONS = "not stated at which positions it was calibrated; profiles are made at random ones; " + TEXT
 SPAN = "in part: 4-bit scales start from the row's span, with a quarter less error; the rest is not explained"
 MASS = "stated before the mass correction"
 
