@@ -11,7 +11,9 @@ from helpers import generator, layer_profile, make_store
 from lamina.attention.dispatch import attend
 from lamina.basis.profile import Profile
 from lamina.engines.vllm.config import AUTO, EngineConfig, engine_config
+from lamina.engines.vllm.metrics_file import read_stats
 from lamina.engines.vllm.state import LayerShape, WorkerState, exact_pages, sizes
+from lamina.engines.vllm.worker import call
 from lamina.errors import ConfigError
 from lamina.pages import WindowConfig
 from lamina.pages.table import EXACT, FINE, FINEST, TIER
@@ -280,6 +282,34 @@ def test_without_an_arena_pages_have_their_base_alone(config):
         s.step({"a": 1})
     assert state.stats()["planes_shed"] == 0 and state.arena.slots == 0
     check_slots(state)
+
+
+def test_figures_reach_who_serves_them_and_calls_tell_what_was_wrong(config, tmp_path):
+    state = worker(config())
+    profile = Profile(
+        [layer_profile(HEADS, DIM, seed=i) for i in range(LAYERS)], "m", "h", "balanced", [(2, 2)] * LAYERS
+    )
+    profile.save(state.config.profile)
+    s = Scheduler(state, compare=False)
+    s.add("a")
+    s.step({"a": 256})
+    for _ in range(200):
+        s.step({"a": 1})
+    path = tmp_path / "figures.json"
+    assert read_stats(path) is None
+    state.tell(path, 0)
+    told = read_stats(path)
+    assert told["requests"] == 1 and told["tokens"] == 456 and told["bits_average"] == 6.0
+    layout = state.stores[0].layout
+    assert told["bits_history"] == pytest.approx(layout.record_bytes / layout.slab_bytes + 4)
+    state.tell(path.with_name("again.json"), 0)
+    assert read_stats(path.with_name("again.json")) is None, "once a second"
+    process = SimpleNamespace(lamina=state, rank=0)
+    assert call(process, "stats")["arena_used"] == state.stats()["arena_used"] > 0
+    assert "a tier is one of" in call(process, "set_tiers", 3)["error"]
+    assert "no controller" in call(process, "freeze")["error"]
+    assert call(process, "set_tiers", [4, 2]) is None and state.tiers == [(4, 2)] * LAYERS
+    assert "not configured" in call(SimpleNamespace(), "stats")["error"]
 
 
 def test_bytes_are_shared_out_over_blocks_arena_and_exact_rows():
