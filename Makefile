@@ -1,10 +1,11 @@
-# make demo and make test set up .venv themselves; test-oldest, lint, types and clean do the rest.
+# Every target sets up what it needs: .venv, and for test-vllm an environment of its own inside it.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv/oldest
+VLLM := .venv/vllm
 
-.PHONY: demo test test-oldest lint types clean
+.PHONY: demo test test-oldest test-vllm lint types clean
 
 demo: $(INSTALLED)
 	$(BIN)/lamina demo
@@ -16,6 +17,11 @@ test: $(INSTALLED)
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(abspath $(OLDEST)) $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
 	PYTHONPATH=$(abspath $(OLDEST)) $(BIN)/python -m pytest
+
+# vLLM on a CPU. The CPU build of torch comes from https://download.pytorch.org/whl/cpu (PIP_EXTRA_INDEX_URL) where the
+# package index has none.
+test-vllm: $(VLLM)/.installed
+	PYTHONPATH=tests $(VLLM)/bin/python -m pytest tests/vllm
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -37,4 +43,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(OLDEST)/.installed: $(INSTALLED) constraints-oldest.txt
 	rm -rf $(OLDEST)
 	$(BIN)/python -m pip install --no-deps --target $(OLDEST) -r constraints-oldest.txt
+	touch $@
+
+$(VLLM)/.installed: pyproject.toml requirements-vllm.txt
+	test -x $(VLLM)/bin/pip || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q --no-deps -r requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps -e .
 	touch $@

@@ -42,7 +42,8 @@ def layer_profile(heads: int, dim: int, seed: int = 0, plain: bool = False) -> L
         r = random_orthogonal(heads, dim, g)
         mean = torch.randn(heads, dim, generator=g)
         kappa = 0.05 + 0.2 * torch.rand(heads, 3, 3, generator=g)
-    transform, _ = LayerTransform(a, a, r, mean).in_bfloat16()
+    stored = LayerTransform(a, a, r, mean).stored()
+    transform = LayerTransform(stored.k_forward, stored.q_forward, stored.v_forward, stored.mean_v)
     energy = 1 + torch.rand(2, heads, generator=g)
     return LayerProfile(transform, kappa, energy[0] * dim, energy[1] * dim)
 

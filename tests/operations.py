@@ -440,7 +440,7 @@ class Twin:
                 self._check_error(view, number, layer, side, rows[side].double())
 
     def _check_error(self, view: oracle.Stored, number: int, layer: int, side: int, rows: Tensor) -> None:
-        t, _ = small_model()[1].layers[layer].transform.in_bfloat16()
+        t = small_model()[1].layers[layer].stored
         forward, mean = (t.k_forward, 0) if side == 0 else (t.v_forward, t.mean_v[:, None].double())
         expected = (rows - mean) @ forward.double()
         ours = view.read(number, side)[0][:, : rows.shape[1]]

@@ -149,6 +149,18 @@ def test_rows_without_variance_and_huge_rows(bits, device):
     assert compare(mine, theirs, v, 1) < 2e-3
 
 
+def test_losses_of_rows_far_from_zero_are_those_of_the_encoder(device):
+    """Midpoints of 16 bits are off by more than a step there, so errors are not what a step alone tells."""
+    theirs, mine = stores(1, 64, CodecConfig(center=False), torch.float32, [(8, 8)], device)
+    k, v = (0.01 * torch.randn(1, 1, 256, 64, generator=generator(seed)) for seed in (1, 2))
+    offsets = torch.tensor([0.0, 1.0, 3.0, 30.0]).repeat_interleave(64)[:, None]
+    k, v = k + offsets, v + offsets
+    v[:, :, :64] = 1.003
+    append((theirs, mine), k, v)
+    want, got = theirs.arena.loss[:4], mine.arena.loss[:4].cpu()
+    torch.testing.assert_close(got, want, rtol=0.03, atol=1e-7)
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     bits=st.tuples(st.sampled_from((2, 4, 8)), st.sampled_from((2, 4, 8))), seed=st.integers(0, 99),

@@ -9,6 +9,7 @@ from helpers import generator, random_orthogonal
 from lamina.basis.hadamard import bit_reversal, flat_orthogonal
 from lamina.basis.moments import Moments
 from lamina.basis.transforms import LayerTransform, TransformName, check_condition, make_transform, ridge
+from lamina.codec.rows import ScaleRule, dequantise_rows, quantise_rows
 from lamina.errors import ConfigError, ProfileError
 
 NAMES = list(TransformName)
@@ -71,20 +72,47 @@ def test_logits_and_values_survive_the_basis(name: TransformName, heads: int, di
 def test_bases_in_bfloat16_are_near_and_lose_nothing(name: TransformName, heads: int, dim: int) -> None:
     """Entries are bfloat16; what they became, not what they were, is undone when rows are read."""
     t = make_transform(name, moments(heads, dim))
-    stored, v_back = t.in_bfloat16()
+    stored = t.stored()
     for ours, exact in ((stored.k_forward, t.k_forward), (stored.v_forward, t.v_forward)):
         assert ours.dtype == torch.float32 and torch.equal(ours, ours.bfloat16().float())
         torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=0)
     q, k, v = torch.randn(3, heads, 20, dim, generator=generator(1), dtype=torch.float64)
     logits = (q @ stored.q_forward.double()) @ (k @ stored.k_forward.double()).mT
     torch.testing.assert_close(logits, q @ k.mT, rtol=0, atol=2e-5 * float(k.square().sum(-1).max()))
-    torch.testing.assert_close(v @ stored.v_forward.double() @ v_back.double().mT, v, rtol=0, atol=2e-6)
+    torch.testing.assert_close(v @ stored.v_forward.double() @ stored.v_back.double().mT, v, rtol=0, atol=2e-6)
 
 
-def test_a_basis_that_is_singular_in_bfloat16_is_refused() -> None:
-    a = torch.tensor([[[1.0, 1.0], [1.0, 1.001]]], dtype=torch.float64)
-    with pytest.raises(ProfileError, match="singular"):
-        LayerTransform(a, torch.linalg.inv(a).mT, torch.eye(2)[None].double(), torch.zeros(1, 2)).in_bfloat16()
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("off", [0.0, 0.001, float("nan")])
+def test_a_basis_that_rounding_ruins_is_refused(side: int, off: float) -> None:
+    bad, good = torch.tensor([[[1.0, 1.0], [1.0, 1.0 + off]]], dtype=torch.float64), torch.eye(2).double()[None]
+    k, v = (bad, good) if side == 0 else (good, bad)
+    with pytest.raises(ProfileError, match=("a key basis", "a value basis")[side]):
+        LayerTransform(k, good, v, torch.zeros(1, 2)).stored()
+
+
+def test_rounding_costs_little_where_it_is_let_pass() -> None:
+    """Condition numbers up to 1,000 cost few per cent of a 2-bit code's accuracy; 10,000 is refused."""
+    g, dim = generator(0), 128
+    left, right = random_orthogonal(1, dim, g), random_orthogonal(1, dim, g)
+    for condition, passes in ((30.0, True), (1e3, True), (1e4, False)):
+        a = left * torch.logspace(0, -float(np.log10(condition)), dim, dtype=torch.float64) @ right
+        t = LayerTransform(a, torch.linalg.inv(a).mT, right, torch.zeros(1, dim))
+        if not passes:
+            with pytest.raises(ProfileError, match="nearly"):
+                t.stored()
+            continue
+        packed = torch.randn(1, 1, 64, dim, generator=g, dtype=torch.float64)
+        k, q = packed[0] @ torch.linalg.inv(a), torch.randn(1, 64, dim, generator=g, dtype=torch.float64) @ a.mT
+        errors = []
+        for forward, read in (
+            (a, torch.linalg.inv(a).mT),
+            (t.stored().k_forward.double(), t.stored().q_forward.double()),
+        ):
+            codes, scale, mid = quantise_rows(k @ forward, 2, ScaleRule.UNBIASED)
+            y = dequantise_rows(codes, scale, mid, 2)
+            errors.append(float(((q @ read) @ (y - k @ forward).mT).square().mean()))
+        assert errors[1] < 1.1 * errors[0]
 
 
 @pytest.mark.parametrize(("heads", "dim"), SHAPES)

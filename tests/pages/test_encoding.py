@@ -1,11 +1,14 @@
 """What a store writes: rows in the packed basis, around the page's center, at the tier asked for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import oracle
-from helpers import fill, layer_profile, make_store, random_rows, stored
+from helpers import fill, generator, layer_profile, make_store, random_rows, stored
+from lamina.basis.encoder import PageEncoder
 from lamina.codec import CodecConfig
 from lamina.pages import WindowConfig
 
@@ -88,3 +91,17 @@ def test_history_bits_count_what_is_read_packed() -> None:
     # positions 0..63 are sink; the next token at 453 reads pages from 448 - 128 exactly: four pages are packed
     per_page = store.layout.record_bytes + 4 * store.layout.slab_bytes
     assert store.history_bits() == (2 * 4 * per_page * 8, 2 * 4 * 2 * 2 * 64 * 64)
+
+
+def test_an_encoder_rounds_bases_once_for_all_caches_and_reads_with_what_undoes_them() -> None:
+    profile, g = layer_profile(2, 64, seed=5), generator(6)
+    t = profile.transform
+    noise = [1 + torch.rand(2, 64, 64, generator=g) / 1000 for _ in range(2)]
+    off = replace(profile, transform=replace(t, k_forward=t.k_forward * noise[0], v_forward=t.v_forward * noise[1]))
+    a, b = (PageEncoder(off, CodecConfig(), 1.0, "cpu") for _ in range(2))
+    for x, exact in ((a.k_forward, off.transform.k_forward), (a.v_forward, off.transform.v_forward)):
+        assert torch.equal(x, x.bfloat16().float()) and not torch.equal(x, exact)
+    eye = torch.eye(64).expand(2, -1, -1)
+    torch.testing.assert_close(a.k_forward @ a.q_forward.mT, eye, rtol=0, atol=1e-5)
+    torch.testing.assert_close(a.v_forward @ a.v_back.mT, eye, rtol=0, atol=1e-5)
+    assert all(getattr(a, n).data_ptr() == getattr(b, n).data_ptr() for n in ("k_forward", "q_forward", "v_back"))

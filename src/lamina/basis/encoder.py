@@ -1,5 +1,7 @@
 """Encoder of one layer: engine rows -> packed basis -> stored codes."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,10 @@ class PageEncoder:
     """
 
     def __init__(self, profile: LayerProfile, codec: CodecConfig, scaling: float, device: torch.device | str) -> None:
-        t, v_back = profile.transform.in_bfloat16()
         self.codec = codec
         self.scaling = scaling
-        self.k_forward, self.q_forward, self.v_forward, self.mean_v, self.v_back = (
-            x.to(device).contiguous() for x in (t.k_forward, t.q_forward, t.v_forward, t.mean_v, v_back)
+        self.k_forward, self.q_forward, self.v_forward, self.v_back, self.mean_v = (
+            getattr(profile.stored, f.name).to(device) for f in dataclasses.fields(profile.stored)
         )
         self.kappa = profile.kappa.to(device) if codec.mass_correction else torch.zeros_like(profile.kappa).to(device)
         self.logit_weight = (scaling**2 * profile.q_energy / 2).to(device)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from lamina import __version__
 from lamina.basis.geometry import ModelGeometry
 from lamina.basis.moments import Moments
-from lamina.basis.transforms import LayerTransform, check_condition, make_transform
+from lamina.basis.transforms import LayerTransform, StoredBasis, check_condition, make_transform
 from lamina.basis.tuning import Tuning
 from lamina.errors import ProfileError
 from lamina.tensor_file import UNREADABLE, read_tensors, write_tensors
@@ -52,6 +53,11 @@ class LayerProfile:
     q_energy: Tensor
     v_energy: Tensor
     moments: Moments | None = None
+
+    @cached_property
+    def stored(self) -> StoredBasis:
+        """The bases that pages are stored in, which all caches of this profile share."""
+        return self.transform.stored()
 
     @property
     def n_kv_heads(self) -> int:
@@ -180,7 +186,12 @@ class Profile:
             if not named:
                 raise ProfileError(f"{path}: layer {i} of {n_layers} is missing; calibrate again")
             _check_layer(f"{path}: layer {i}", named, *shape)
-            layers.append(LayerProfile.from_tensors(named))
+            layer = LayerProfile.from_tensors(named)
+            try:
+                layer.stored  # noqa: B018 - computed now, so that a basis that cannot be stored is told here
+            except ProfileError as e:
+                raise ProfileError(f"{path}: layer {i}: {e}") from None
+            layers.append(layer)
         return cls(
             layers,
             meta["model_id"],

@@ -15,6 +15,8 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 RIDGE = 1e-4
 MAX_CONDITION = 1e6
+MAX_CHANGE = 1.0
+"""How far rounding a basis to bfloat16 may move a row, as a share of its length."""
 
 
 class TransformName(StrEnum):
@@ -54,32 +56,49 @@ class LayerTransform:
     v_forward: Tensor
     mean_v: Tensor
 
-    def in_bfloat16(self) -> "tuple[LayerTransform, Tensor]":
-        """The bases that rows are stored in: their entries are numbers of bfloat16.
-
-        Nothing is lost by it, since rows are read with the inverses of what the bases became; and a product of bfloat16
-        rows is exact but for its sum, in one pass of a matrix unit.
-
-        Returns
-        -------
-        LayerTransform, Tensor
-            In float32: A and R rounded, A^-T and R^-T of what they became, R^-T by itself.
+    def stored(self) -> "StoredBasis":
+        """The bases that rows are stored in, see :class:`StoredBasis`.
 
         Raises
         ------
         ProfileError
-            If a rounded basis is singular.
+            If a basis is singular, or rounding changes it too much.
         """
         k, v = (x.float().bfloat16().double() for x in (self.k_forward, self.v_forward))
-        check_condition(k)
+        check_rounding(self.k_forward.double(), k, "key")
+        check_rounding(self.v_forward.double(), v, "value")
         q, back = (torch.linalg.inv(x).mT.contiguous().float() for x in (k, v))
-        return LayerTransform(k.float(), q, v.float(), self.mean_v.float()), back
+        return StoredBasis(k.float(), q, v.float(), back, self.mean_v.float().contiguous())
 
     def float(self) -> "LayerTransform":
         """The same bases in float32."""
         return LayerTransform(
             self.k_forward.float(), self.q_forward.float(), self.v_forward.float(), self.mean_v.float()
         )
+
+
+@dataclass(frozen=True)
+class StoredBasis:
+    """Bases of one layer as pages are stored in them: A and R with entries rounded to bfloat16, and what undoes these.
+
+    A product of bfloat16 rows is exact but for its sum then, in one pass of a matrix unit; and nothing is lost, as rows
+    are read with the inverses of what the bases became. All are float32 ``[H, D, D]`` but ``mean_v`` ``[H, D]``.
+
+    Attributes
+    ----------
+    k_forward, q_forward : Tensor
+        A and A^-T.
+    v_forward, v_back : Tensor
+        R, nearly orthogonal, and R^-T: packed values o' are turned back by o' v_back'.
+    mean_v : Tensor
+        As in :class:`LayerTransform`.
+    """
+
+    k_forward: Tensor
+    q_forward: Tensor
+    v_forward: Tensor
+    v_back: Tensor
+    mean_v: Tensor
 
 
 def make_transform(
@@ -191,6 +210,19 @@ def check_condition(a: Tensor) -> None:
     if not worst < MAX_CONDITION:
         raise ProfileError(
             f"a key basis is singular (condition number {worst:.3g}, limit {MAX_CONDITION:.0e}); calibrate on more text"
+        )
+
+
+def check_rounding(exact: Tensor, rounded: Tensor, what: str) -> None:
+    """Raise ProfileError if rows that are stored in the rounded basis are too far from those in the exact one."""
+    if not bool(torch.isfinite(rounded).all()):
+        raise ProfileError(f"a {what} basis holds NaN or Inf; calibrate again")
+    inverse, info = torch.linalg.inv_ex(exact)
+    change = float("inf") if bool(info.any()) else float(torch.linalg.matrix_norm(inverse @ (rounded - exact), 2).max())
+    if not change < MAX_CHANGE:
+        raise ProfileError(
+            f"a {what} basis is singular, or so nearly that rounding its entries to bfloat16 moves rows by "
+            f"{change:.2g} of their length (limit {MAX_CHANGE:g}); calibrate on more text"
         )
 
 

@@ -141,7 +141,8 @@ def read_cache_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CacheStateError(f"{path} is a safetensors file but no saved cache")
     if meta.get("format_version") != FORMAT_VERSION:
         raise CacheStateError(
-            f"{path} has cache format {meta.get('format_version')}, this Lamina reads {FORMAT_VERSION}"
+            f"{path} has cache format {meta.get('format_version')}, this Lamina reads {FORMAT_VERSION}; "
+            "read the prompt again"
         )
     for name, kind in FIELDS.items():
         if not isinstance(meta.get(name), kind):

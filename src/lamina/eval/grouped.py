@@ -95,9 +95,9 @@ class GroupedCache(SimulatedCache):
 
     def _coder(self, index: int, device: torch.device) -> Coder:
         layer = self.profile.packed[index]
-        (t, v_back), codec, group = layer.transform.in_bfloat16(), self.codec, self.group
+        t, codec, group = layer.stored, self.codec, self.group
         k_forward, q_forward, v_forward, v_back = (
-            x.to(device) for x in (t.k_forward, t.q_forward, t.v_forward, v_back)
+            x.to(device) for x in (t.k_forward, t.q_forward, t.v_forward, t.v_back)
         )
         mean = t.mean_v.to(device)[:, None]
 

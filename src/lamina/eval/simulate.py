@@ -116,8 +116,8 @@ class SimulatedLayer(LaminaLayer):
         none = torch.empty((profile.n_kv_heads, 0, profile.head_dim), dtype=dtype, device=device)
         self.encoder = self.cache.empty_rows(self.index, none)
         self.store = RowStore(self.encoder)
-        t, v_back = profile.transform.in_bfloat16()
-        self.basis = ReadBasis(t.q_forward, v_back, t.mean_v, profile.kappa, self.cache.scaling[self.index])
+        t = profile.stored
+        self.basis = ReadBasis(t.q_forward, t.v_back, t.mean_v, profile.kappa, self.cache.scaling[self.index])
         self.is_initialized = True
 
     def read(self, query: Tensor, basis: ReadBasis, chunk: tuple[Tensor, Tensor], only: int | None) -> AttentionOutput:

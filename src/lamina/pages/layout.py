@@ -15,7 +15,8 @@ class RecordLayout:
     """Byte offsets of a page record's fields, for H KV heads and head dimension D.
 
     A record holds the base planes and all numbers of a page; a record array is a uint8 ``[N, record_bytes]`` tensor,
-    its own or an engine's. Fields, in order (index 0 is K, 1 is V):
+    its own or an engine's, whose blocks may be multiples of more than 16 bytes (``align``). Fields, in order (index 0
+    is K, 1 is V):
 
     ============  ============  ===========================
     field         dtype         shape
@@ -32,6 +33,7 @@ class RecordLayout:
     n_heads: int
     head_dim: int
     centered: bool = True
+    align: int = ALIGN
 
     @property
     def slab_bytes(self) -> int:
@@ -65,8 +67,8 @@ class RecordLayout:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a record, a multiple of 16."""
-        return -(-(self.center_scale_offset + 2 * self.n_heads * self.centered) // ALIGN) * ALIGN
+        """Bytes of a record, a multiple of ``align``."""
+        return -(-(self.center_scale_offset + 2 * self.n_heads * self.centered) // self.align) * self.align
 
     def views(self, records: Tensor) -> "Records":
         """Typed views of a contiguous uint8 ``[N, record_bytes]`` tensor."""

@@ -163,7 +163,23 @@ class LayerStore:
         rows = [(k[b], v[b]) for b in range(k.shape[0])]
         if real is not None:
             rows = [(k_row[:, keep], v_row[:, keep]) for (k_row, v_row), keep in zip(rows, real.to(k.device))]
-        self._check_finite(k, v, rows)
+        self.append_rows(rows, (k, v), cut)
+
+    def append_rows(
+        self, rows: list[tuple[Tensor, Tensor]], among: tuple[Tensor, Tensor], cut: Cut | None = None
+    ) -> None:
+        """Append as many rows as there are to each sequence, see :meth:`append`.
+
+        Parameters
+        ----------
+        rows : list of (Tensor, Tensor)
+            K and V ``[H, n, D]``, one pair a sequence; n may be 0.
+        among : (Tensor, Tensor)
+            K and V of which all of them are parts.
+        cut : Cut, optional
+            What is given up for lack of bytes.
+        """
+        self._check_finite(*among, rows)
         self.version += 1
         self.settle()
         bits, windows = self._make_room([k_row.shape[1] for k_row, _ in rows], cut)

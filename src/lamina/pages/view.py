@@ -52,3 +52,7 @@ class StoreView:
         """The view of one sequence alone."""
         at = slice(sequence, sequence + 1)
         return replace(self, page_ids=self.page_ids[at], lengths=self.lengths[at])
+
+    def of(self, sequences: list[int]) -> "StoreView":
+        """The view of these sequences, in this order, copies of their tables."""
+        return replace(self, page_ids=self.page_ids[sequences], lengths=self.lengths[sequences])

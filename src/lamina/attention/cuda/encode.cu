@@ -85,7 +85,7 @@ struct Rows {
         scale[i] = ratio(1.f, range);
         shift[i] = middle - 1.f + (0.5f * UNIT + 2.5e-7f);
     }
-    // Adds up a row's codes as read with FIRST bits and, where READS is 2, with twice as many.
+    // Adds up a row's codes as read with FIRST bits, with twice as many, and so on, READS times.
     template <int FIRST, int READS>
     DEVICE void add_up(int i, Sums (&sums)[READS]) {
         forget(scale[i]);
@@ -93,7 +93,7 @@ struct Rows {
         for (int z = 0; z < READS; z++) sums[z] = {0.f, 0.f, 0.f};
         #pragma unroll
         for (int s = 0; s < VALUES; s++) {
-            const float t = code(i, s, mask_of(FIRST * READS));
+            const float t = code(i, s, mask_of(FIRST << READS - 1));
             #pragma unroll
             for (int z = 0; z < READS; z++) {
                 const float read = as_float(__float_as_uint(t) & mask_of(FIRST << z));
@@ -297,8 +297,8 @@ DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, int side, int h, i
     Rows<BITS> x(y);
     float base[2], mean[2], energy[2], step[2], mid[2];
     x.choose(clip, base, mean, energy, step, mid);
-    // Codes as they are read with 2 bits and, of pages with more, with 4.
-    constexpr int READS = BITS == 2 ? 1 : 2;
+    // Codes as they are read with 2, 4 and 8 bits, as many as there are.
+    constexpr int READS = BITS == 2 ? 1 : BITS == 4 ? 2 : 3;
     Sums read[2][READS];
     if (x.UNBIASED || BITS > 2) {
         #pragma unroll
@@ -319,13 +319,14 @@ DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, int side, int h, i
             for (int z = 0; z < READS; z++) {
                 float yv, uv, vv;
                 read_as(read[i][z], 2 << z, range, base[i], mean[i], mid[i], yv, uv, vv);
+                if (z == READS - 1) {
+                    sums[ERROR] += uu - 2.f * uv + vv;
+                    continue;
+                }
                 sums[YV + 3 * z] += yv;
                 sums[UV + 3 * z] += uv;
                 sums[VV + 3 * z] += vv;
-                if (BITS == 2 << z) sums[ERROR] += uu - 2.f * uv + vv;
             }
-            // Errors of 8 bits are spread evenly over a step.
-            if (BITS == 8) sums[ERROR] += D / 12.f * step[i] * step[i];
         }
         #pragma unroll
         for (int z = 0; z < ALL_SUMS; z++) {

@@ -1,0 +1,26 @@
+"""How a worker's figures reach the process that serves metrics: a small file that is replaced in one step."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def stats_path(vllm_config: Any) -> Path:
+    """The file of an engine, of which all its processes know the name."""
+    return Path(tempfile.gettempdir()) / f"lamina-{vllm_config.instance_id}.json"
+
+
+def write_stats(path: Path, engine: int, stats: dict[str, Any]) -> None:
+    """Replace the figures."""
+    temporary = path.with_suffix(f".{engine}.tmp")
+    temporary.write_text(json.dumps({"engine": engine, **stats}), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_stats(path: Path) -> dict[str, Any] | None:
+    """The latest figures, None before the first."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,263 @@
+"""What happens in a vLLM worker besides its own work, see :mod:`lamina.engines.vllm.plugin`."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lamina.basis.geometry import model_geometry
+from lamina.basis.profile import Profile
+from lamina.codec import PAGE_TOKENS
+from lamina.control.state import Controller
+from lamina.engines.hf_settings import check_canary, make_controller, parse_tiers
+from lamina.engines.vllm.config import AUTO, EngineConfig, engine_config, tiers_from_json
+from lamina.engines.vllm.metrics_file import stats_path
+from lamina.engines.vllm.state import LayerShape, Sizes, WorkerState, exact_pages, sizes
+from lamina.errors import ConfigError, LaminaError, UnsupportedModelError
+
+CALLS = ("stats", "set_tiers", "freeze", "save_controller", "load_controller", "call")
+"""Functions of this module that ``collective_rpc`` reaches as ``lamina_NAME``."""
+
+logger = logging.getLogger("vllm.lamina")
+
+
+def available_memory(worker: Any, inner: Any) -> int:
+    """Bytes for vLLM's blocks: what there is, less the arena and exact rows."""
+    n_bytes = inner()
+    setup = _setup_of(worker)
+    if setup is None:
+        return n_bytes
+    config, _, _, shapes, tiers = setup
+    worker.lamina_sizes = shares = sizes(
+        n_bytes, shapes, worker.model_config.dtype.itemsize, tiers, config.arena_gb, _most_exact(worker, config)
+    )
+    return shares.blocks * shares.block_bytes
+
+
+def initialize(worker: Any, inner: Any, kv_cache_config: Any) -> None:
+    """Lay pages into vLLM's blocks once they are there."""
+    inner(kv_cache_config)
+    setup = _setup_of(worker)
+    if setup is None:
+        return
+    config, profile, geometry, shapes, tiers = setup
+    shares = worker.lamina_sizes
+    blocks = kv_cache_config.num_blocks
+    planes = shares.slabs // max(shares.blocks, 1)
+    if config.arena_gb == AUTO and blocks != shares.blocks:
+        shares = Sizes(
+            blocks, shares.block_bytes, blocks * planes, shares.slab_bytes, min(shares.exact_pages, blocks),
+            shares.exact_bytes,
+        )  # fmt: skip
+    controller = make_controller(config.controller_settings(), None, geometry, profile)
+    check_canary(controller, config.window())
+    if controller is not None:
+        controller.reduce = _mean_over_ranks
+    layers = _attention_layers(worker)
+    records = [_records(layer.kv_cache, shape) for layer, shape in zip(layers.values(), shapes)]
+    state = WorkerState(
+        config, profile, shapes, [layer.impl.scale for layer in layers.values()], records, worker.model_config.dtype,
+        shares, tiers, controller,
+    )  # fmt: skip
+    for layer, shape in zip(layers.values(), shapes):
+        layer.impl.state, layer.impl.layer = state, state.layers[shape.index]
+    worker.lamina = state
+    if config.controller_state is not None and Path(config.controller_state).is_file():
+        load_controller(worker, config.controller_state)
+    logger.info("%s", summary(worker, state))
+
+
+def execute(worker: Any, inner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    """One step."""
+    state = getattr(worker, "lamina", None)
+    if state is not None:
+        state.begin_step(scheduler_output)
+        if worker.rank % worker.parallel_config.tensor_parallel_size == 0:
+            state.tell(stats_path(worker.vllm_config), worker.parallel_config.data_parallel_index)
+    return inner(scheduler_output, *args, **kwargs)
+
+
+def shutdown(worker: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save the controller's state where that was asked for."""
+    state = getattr(worker, "lamina", None)
+    if state is not None:
+        if state.config.controller_state is not None and worker.rank == 0:
+            save_controller(worker, state.config.controller_state)
+        stats_path(worker.vllm_config).unlink(missing_ok=True)
+    return inner(*args, **kwargs)
+
+
+def summary(worker: Any, state: WorkerState) -> str:
+    """One line: bits, tokens of capacity and requests at the model's length, next to 16 bits."""
+    shares, length = state.shares, worker.model_config.max_model_len
+    dense = sum(16 * layer.shape.layout.slab_bytes for layer in state.layers.values())
+    parts = {
+        "blocks": shares.blocks * shares.block_bytes,
+        "arena": shares.slabs * shares.slab_bytes,
+        f"{shares.exact_pages} exact pages": shares.exact_pages * shares.exact_bytes,
+    }
+    total, tiers = sum(parts.values()), [bits for pair in state.tiers for bits in pair]
+
+    def holds(blocks: int) -> str:
+        return f"{PAGE_TOKENS * blocks:,} tokens, {PAGE_TOKENS * blocks / length:.1f} requests of {length:,}"
+
+    shared = ", ".join(f"{what} {n / 1e9:.2f}" for what, n in parts.items())
+    return (
+        f"Lamina: {sum(tiers) / len(tiers):.2f} bits, {holds(shares.blocks)} in {total / 1e9:.2f} GB ({shared}); "
+        f"16 bits: {holds(total // dense)}"
+    )
+
+
+def stats(worker: Any) -> dict[str, Any]:
+    """Figures of this worker, see :meth:`WorkerState.stats`."""
+    return _state(worker).stats()
+
+
+def set_tiers(worker: Any, tiers: Any) -> None:
+    """Set the bits of pages that close from now on; the controller, if there is one, must be frozen."""
+    state = _state(worker)
+    profile = Profile.load(state.config.profile)
+    parsed = parse_tiers(tiers_from_json(tiers), profile)
+    chosen = [parsed[i] for i in state.layers]
+    if state.config.deterministic:
+        raise ConfigError("tiers are fixed: the engine was started with deterministic")
+    if state.controller is None:
+        state.fixed_tiers = chosen
+    elif state.controller.frozen:
+        state.controller.tiers = chosen
+    else:
+        raise ConfigError("the controller decides the tiers; freeze it first")
+
+
+def freeze(worker: Any, frozen: bool = True) -> None:
+    """Stop the controller, or let it go on."""
+    controller = _controller(worker)
+    controller.frozen = frozen
+
+
+def save_controller(worker: Any, path: str) -> None:
+    """Write the controller's state; a file that is already there is replaced in one step."""
+    temporary = Path(f"{path}.{worker.rank}.tmp")
+    temporary.write_text(json.dumps(_controller(worker).snapshot()), encoding="utf-8")
+    temporary.replace(path)
+
+
+def load_controller(worker: Any, path: str) -> None:
+    """Read a state that :func:`save_controller` wrote."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a controller's state ({error}); remove it to start anew"
+        ) from error
+    _controller(worker).load(found)
+
+
+def call(worker: Any, name: str, *args: Any) -> Any:
+    """One of ``CALLS`` by its name, which tells what was wrong instead of ending the engine."""
+    try:
+        return {n: globals()[n] for n in CALLS}[name](worker, *args)
+    except (LaminaError, TypeError) as error:
+        return {"error": str(error)}
+
+
+def _state(worker: Any) -> WorkerState:
+    state = getattr(worker, "lamina", None)
+    if state is None:
+        raise ConfigError("Lamina is not configured in this engine; give --additional-config with a lamina object")
+    return state
+
+
+def _controller(worker: Any) -> Controller:
+    controller = _state(worker).controller
+    if controller is None:
+        raise ConfigError("this engine has no controller; start it with one in additional_config")
+    return controller
+
+
+def _attention_layers(worker: Any) -> dict[int, Any]:
+    """Attention layers by their index, in the order in which they run."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    from lamina.engines.vllm.backend import LaminaImpl
+
+    found = {}
+    for name, layer in get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase).items():
+        if not isinstance(getattr(layer, "impl", None), LaminaImpl):
+            raise UnsupportedModelError(
+                f"layer {name} is not attended by Lamina; give --attention-backend CUSTOM, and a model whose layers "
+                "all have full attention"
+            )
+        found[extract_layer_index(name)] = layer
+    return dict(sorted(found.items()))
+
+
+def _setup_of(worker: Any) -> tuple[EngineConfig, Profile, Any, list[LayerShape], list[tuple[int, int]]] | None:
+    """What a worker needs to know of its model, None without Lamina."""
+    vllm_config = worker.vllm_config
+    config = engine_config(vllm_config.additional_config)
+    if config is None:
+        return None
+    _refuse(vllm_config)
+    profile = Profile.load(config.profile)
+    geometry = model_geometry(vllm_config.model_config.hf_config)
+    profile.check_model(geometry)
+    parallel = vllm_config.parallel_config
+    shapes = []
+    for index, layer in _attention_layers(worker).items():
+        total, size = geometry.layers[index].n_kv_heads, parallel.tensor_parallel_size
+        rank = worker.rank % size
+        shapes.append(LayerShape(index, layer.num_kv_heads, rank * total // size, layer.head_size))
+    if len({(s.n_heads, s.head_dim) for s in shapes}) != 1:
+        raise UnsupportedModelError("the model's attention layers differ in KV heads or head dimension")
+    parsed = parse_tiers(config.tiers, profile)
+    return config, profile, geometry, shapes, [parsed[s.index] for s in shapes]
+
+
+def _refuse(vllm_config: Any) -> None:
+    """Raise UnsupportedModelError naming an option that Lamina does not serve."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    refused = {
+        f"device {vllm_config.device_config.device_type} (CPUs so far)": vllm_config.device_config.device_type != "cpu",
+        f"--block-size {cache.block_size} (give 64)": cache.block_size != 64,
+        f"--kv-cache-dtype {cache.cache_dtype} (leave it at auto)": cache.cache_dtype != "auto",
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        "sleep mode": bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+    }
+    for what, is_set in refused.items():
+        if is_set:
+            raise UnsupportedModelError(f"Lamina in vLLM does not serve {what}")
+
+
+def _most_exact(worker: Any, config: EngineConfig) -> int:
+    scheduler = worker.vllm_config.scheduler_config
+    return exact_pages(config.window(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
+
+def _records(kv_cache: torch.Tensor, shape: LayerShape) -> torch.Tensor:
+    """One layer's blocks as records; they are vLLM's memory itself."""
+    n_bytes = shape.layout.record_bytes
+    if kv_cache.dtype != torch.uint8 or kv_cache[0].numel() != n_bytes or not kv_cache.is_contiguous():
+        raise LaminaError(
+            f"vLLM's blocks of layer {shape.index} are {tuple(kv_cache.shape)} {kv_cache.dtype} with strides "
+            f"{kv_cache.stride()}, not {n_bytes} bytes each behind each other"
+        )
+    return kv_cache.view(len(kv_cache), n_bytes)
+
+
+def _mean_over_ranks(table: list[list[float]]) -> list[list[float]]:
+    """Signals averaged over the ranks of tensor parallelism, so that all decide alike."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return table
+    flat = torch.tensor([x for row in table for x in row] or [0.0], dtype=torch.float64, device=group.device)
+    mean = (group.all_reduce(flat) / group.world_size).tolist()
+    return [[mean.pop(0) for _ in row] for row in table]

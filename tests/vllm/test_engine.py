@@ -1,0 +1,172 @@
+"""vLLM's own scheduler, block manager and prefix cache over Lamina's pages, on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is tested in an environment of its own: make test-vllm")
+
+from lamina import LaminaCache
+from lamina.engines.hf import cache_kwarg
+from tiny_models import VOCAB, build, profile_of, tokens
+
+DRIVE = Path(__file__).with_name("drive.py")
+LENGTHS = (5, 63, 64, 65, 130, 300, 700, 1500)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama and its profile, as vLLM reads them."""
+    path = tmp_path_factory.mktemp("model")
+    build("Llama").save_pretrained(path)
+    profile_of("Llama").save(path / "model.profile")
+    return path
+
+
+@pytest.fixture
+def drive(folder, tmp_path):
+    """Runs an engine with Lamina's settings, or without; gives its answers, or what it complained of."""
+
+    def run(lamina, calls, fails=False, **engine):
+        settings = {"profile": str(folder / "model.profile"), "deterministic": True}
+        engine = {
+            "model": str(folder), "max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 4096,
+            "kv_cache_memory_bytes": 200 << 20, "enable_prefix_caching": False,
+        } | engine  # fmt: skip
+        if lamina is not None:
+            engine["additional_config"] = {"lamina": settings | lamina}
+        task, result = tmp_path / "task.json", tmp_path / "result.json"
+        task.write_text(json.dumps({"engine": engine, "calls": calls}))
+        done = subprocess.run(
+            [sys.executable, str(DRIVE), str(task), str(result)], capture_output=True, text=True, timeout=600,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False,
+        )  # fmt: skip
+        if fails:
+            assert done.returncode, "it should have been refused"
+            return done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return json.loads(result.read_text()) | {"log": done.stdout + done.stderr}
+
+    return run
+
+
+def prompts():
+    return [tokens(1, n, n)[0].tolist() for n in LENGTHS]
+
+
+def call(given, n=32, **more):
+    return {"prompts": given, "tokens": n, **more}
+
+
+def first(answers):
+    return [a["tokens"] for a in answers]
+
+
+def agree(a, b):
+    return sum(x == y for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module")
+def exact(folder):
+    """Greedy answers of the model itself."""
+    model, found = build("Llama"), []
+    for ids in prompts():
+        x = torch.tensor([ids])
+        with torch.no_grad():
+            found.append(model.generate(x, max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist())
+    return found
+
+
+def teacher_forced(ids, answer, tiers, budget):
+    """Log-probabilities of the transformers engine, fed with the same chunks."""
+    model = build("Llama")
+    cache = LaminaCache(model, profile_of("Llama"), tiers=tiers)
+    x, found = torch.tensor([ids + answer[:-1]]), []
+    ends = [*range(budget, len(ids), budget), len(ids), *range(len(ids) + 1, x.shape[1] + 1)]
+    with torch.no_grad():
+        for a, b in zip([0, *ends], ends):
+            found.append(model(x[:, a:b], **cache_kwarg(model, cache)).logits[0].log_softmax(-1))
+    return torch.cat(found)
+
+
+def told(rows):
+    return torch.tensor([[row[str(t)] for t in range(VOCAB)] for row in rows])
+
+
+@pytest.mark.parametrize(("tiers", "budget"), [(8, 4096), ((4, 2), 64), (2, 256)])
+def test_logits_are_those_of_the_transformers_engine(drive, tiers, budget):
+    ids = tokens(1, 700, 3)[0].tolist()
+    asked = call([ids], 8, logprobs=VOCAB, prompt_logprobs=VOCAB)
+    found = drive({"tiers": tiers}, [asked], max_num_batched_tokens=budget)
+    (answer,) = found["answers"][0]
+    expected = teacher_forced(ids, answer["tokens"], tiers, budget)
+    got = torch.cat([told(answer["prompt_logprobs"][1:]), told(answer["logprobs"])])
+    error = (got - expected).abs()
+    # Rows that differ by rounding can fall to another code here and there.
+    assert float(error.mean()) < 1e-4 and float(error.max()) < 0.05
+    assert found["stats"]["planes_shed"] == 0
+
+
+def test_answers_of_a_batch_chunks_and_single_requests_at_8_bits(drive, exact):
+    found = drive({"tiers": 8}, [call(prompts()), *(call([p]) for p in prompts())])
+    assert agree(first(found["answers"][0]), exact) >= 7
+    assert agree([first(a)[0] for a in found["answers"][1:]], exact) >= 7
+    chunked = drive({"tiers": 8}, [call(prompts())], max_num_batched_tokens=64)
+    assert agree(first(chunked["answers"][0]), exact) >= 7
+
+
+def test_a_prefix_is_found_again(drive, exact):
+    found = drive({"tiers": 8}, [call(prompts()), call(prompts())], enable_prefix_caching=True)
+    assert agree(first(found["answers"][0]), exact) >= 7 and agree(first(found["answers"][1]), exact) >= 7
+    cached = [a["cached"] for a in found["answers"][1]]
+    assert cached == [(n - 1) // 64 * 64 for n in LENGTHS] and found["stats"]["hits"] >= sum(cached) // 64
+    assert found["stats"]["hits_below_tier"] == 0
+
+
+def test_preempted_requests_go_on(drive, exact):
+    # 27 blocks are short for the longest request beside others.
+    found = drive({"tiers": 8}, [call(prompts())], num_gpu_blocks_override=27, max_model_len=1600)
+    assert found["blocks"] == 27 and found["stats"]["preempted"] > 0
+    assert agree(first(found["answers"][0]), exact) >= 7
+
+
+def test_a_small_arena_sheds_planes_and_fails_no_request(drive, exact):
+    found = drive({"tiers": 8, "arena_gb": 0.0003, "deterministic": False}, [call(prompts(), 100)])
+    stats = found["stats"]
+    assert stats["planes_shed"] > 0 and stats["arena_used"] <= stats["arena_slots"]
+    assert all(len(a["tokens"]) == 100 for a in found["answers"][0])
+
+
+def test_the_controller_decides_while_requests_run(drive):
+    settings = {"deterministic": False, "controller": {"target_bits": 3.0, "rate": 0.25}}
+    found = drive(settings, [call(prompts(), 64)])
+    assert found["stats"]["controller"]["step"] >= 60
+    assert {bits for pair in found["stats"]["tiers"] for bits in pair} <= {2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("lamina", "engine", "message"),
+    [
+        ({"profile": "/nowhere"}, {}, "there is no profile at /nowhere"),
+        ({"tiers": 3}, {}, "a tier is one of 2, 4, 8 bits"),
+        ({}, {"kv_cache_dtype": "fp8"}, "leave it at auto"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_the_start(drive, lamina, engine, message):
+    assert message in drive(lamina, [], fails=True, **engine)
+
+
+def test_capacity_is_logged_next_to_16_bits(drive):
+    found = drive({"tiers": 2}, [call([[1, 2, 3]], 1)])
+    (line,) = [x for x in found["log"].splitlines() if "Lamina: 2.00 bits" in x]
+    assert "requests of 2,048" in line and "16 bits:" in line
+
+
+def test_an_engine_without_lamina_is_vllms_own(drive, exact):
+    found = drive(None, [call(prompts()[:4], 8)])
+    assert found["stats"] is None and first(found["answers"][0]) == [a[:8] for a in exact[:4]]
