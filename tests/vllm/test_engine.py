@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is tested in an environment of its own:
 
 from lamina import LaminaCache
 from lamina.engines.hf import cache_kwarg
+from lamina.errors import UnsupportedModelError
 from tiny_models import VOCAB, build, profile_of, tokens
 
 DRIVE = Path(__file__).with_name("drive.py")
@@ -159,6 +160,24 @@ def test_the_controller_decides_while_requests_run(drive):
 )
 def test_what_cannot_be_served_is_refused_at_the_start(drive, lamina, engine, message):
     assert message in drive(lamina, [], fails=True, **engine)
+
+
+def test_another_version_of_vllm_is_refused_where_lamina_is_configured(folder, monkeypatch):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    import vllm
+    from lamina.engines.vllm import plugin
+
+    monkeypatch.setattr(vllm, "__version__", "0.40.1")
+    for additional, refused in (({}, False), ({"lamina": {"profile": str(folder / "model.profile")}}, True)):
+        with set_current_vllm_config(VllmConfig(additional_config=additional)):
+            if not refused:
+                assert plugin.CpuBackend is CPUAttentionBackend
+                continue
+            for name in ("CpuBackend", "LaminaBackend"):
+                with pytest.raises(UnsupportedModelError, match=r"0\.32 and 0\.33, not 0\.40\.1"):
+                    getattr(plugin, name)
 
 
 def test_capacity_is_logged_next_to_16_bits(drive):

@@ -1,31 +1,48 @@
 """What vLLM loads in every process: the backend's name, and hooks in its workers."""
 
 import functools
-import logging
 from typing import Any
+
+from lamina.engines.vllm.config import engine_config
+from lamina.errors import UnsupportedModelError
 
 HOOKED = "_lamina_hooked"
 OLDEST, NEXT = (0, 32), (0, 34)
-
-logger = logging.getLogger("vllm.lamina")
 
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; may be called more than once."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    _check_version()
-    register_backend(AttentionBackendEnum.CUSTOM, "lamina.engines.vllm.backend.LaminaBackend")
-    register_backend(AttentionBackendEnum.CPU_ATTN, "lamina.engines.vllm.backend.CpuBackend")
-    _hook_workers()
+    where = "plugin" if version_problem() else "backend"
+    register_backend(AttentionBackendEnum.CUSTOM, f"lamina.engines.vllm.{where}.LaminaBackend")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"lamina.engines.vllm.{where}.CpuBackend")
+    if not version_problem():
+        _hook_workers()
 
 
-def _check_version() -> None:
+def version_problem() -> str | None:
+    """Why this vLLM cannot be served, None if it can."""
     import vllm
 
     found = tuple(int(x) for x in vllm.__version__.split("+")[0].split(".")[:2] if x.isdigit())
-    if not OLDEST <= found < NEXT:
-        raise RuntimeError(f"Lamina works with vLLM 0.32 and 0.33, not {vllm.__version__}; install one of these")
+    if OLDEST <= found < NEXT:
+        return None
+    return f"Lamina works with vLLM 0.32 and 0.33, not {vllm.__version__}; install one of these"
+
+
+def __getattr__(name: str) -> Any:
+    """With another version of vLLM, backends that refuse engines with Lamina and leave others to vLLM."""
+    if name == "LaminaBackend":
+        raise UnsupportedModelError(str(version_problem()))
+    if name == "CpuBackend":
+        from vllm.config import get_current_vllm_config
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        if engine_config(get_current_vllm_config().additional_config) is not None:
+            raise UnsupportedModelError(str(version_problem()))
+        return CPUAttentionBackend
+    raise AttributeError(name)
 
 
 def _hook_workers() -> None:
