@@ -163,10 +163,10 @@ def test_what_cannot_be_served_is_refused_at_the_start(drive, lamina, engine, me
 
 
 def test_another_version_of_vllm_is_refused_where_lamina_is_configured(folder, monkeypatch):
+    import vllm
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    import vllm
     from lamina.engines.vllm import plugin
 
     monkeypatch.setattr(vllm, "__version__", "0.40.1")
