@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from lamina.attention.dispatch import KERNEL_QUERIES, attend
 from lamina.codec import PAGE_TOKENS
 from lamina.codec.gaussian import gaussian_rows
-from lamina.engines.vllm.config import EngineConfig, engine_config
+from lamina.engines.vllm.config import engine_config
 from lamina.engines.vllm.state import Layer, LayerShape, WorkerState
 from lamina.errors import UnsupportedModelError
 
@@ -196,13 +196,11 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
             raise UnsupportedModelError(f"kv_cache_dtype={kv_cache_dtype!r}: Lamina decides the bits; leave it at auto")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.kv_cache_dtype, self.softcap, self.sinks = kv_cache_dtype, logits_soft_cap or 0.0, sinks
-        config = engine_config(get_current_vllm_config().additional_config)
-        if config is None:
+        if engine_config(get_current_vllm_config().additional_config) is None:
             raise UnsupportedModelError(
                 "the attention backend is Lamina's, but it is not configured: give "
                 '--additional-config \'{"lamina": {"profile": PATH}}\''
             )
-        self.config: EngineConfig = config
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
