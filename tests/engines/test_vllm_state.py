@@ -104,7 +104,8 @@ class Scheduler:
         )  # fmt: skip
         self.state.begin_step(output)
         self.finished = set()
-        at = {name: self.state.sequence_of(self.requests[name].blocks, self.requests[name].tokens) for name in counts}
+        writers = self.state.writers()
+        at = {name: writers[r.blocks[r.tokens // 64]] for name, r in self.requests.items() if name in counts}
         assert len(set(at.values())) == len(at)
         if not counts:
             return

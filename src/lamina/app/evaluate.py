@@ -13,7 +13,7 @@ from lamina.app.screen import Screen
 from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.errors import ConfigError
-from lamina.eval.arms import Arm, LiveArm, parse_arms
+from lamina.eval.arms import Arm, check_arms, parse_arms
 from lamina.eval.log import Log
 from lamina.eval.orders import as_markdown as orders_markdown
 from lamina.eval.orders import order_spreads
@@ -68,6 +68,7 @@ class Checked:
     tasks: list[Task]
     protocol: Protocol
     window: WindowConfig
+    profile: Profile
     log: Path
     summary: Path
     table: Path
@@ -88,24 +89,21 @@ def check_evaluation(request: EvaluationRequest, screen: Screen | None = None) -
     for file in files:
         check_output(file, "-o", file.name)
     profile = Profile.load(request.profile)
-    for arm in arms:
-        if isinstance(arm, LiveArm):
-            arm.settings(profile)
+    check_arms(arms, profile)
     limit = model_geometry(load_config(request.model, screen or Screen())).max_positions
     for task in tasks:
         if isinstance(task, LongContext) and task.tokens + task.max_new_tokens > limit:
             raise ConfigError(
                 f"{task.name} and its answer exceed the model's {limit:,} positions; ask for fewer tokens"
             )
-    return Checked(arms, tasks, protocol, window, *files)
+    return Checked(arms, tasks, protocol, window, profile, *files)
 
 
 def run_evaluation(request: EvaluationRequest, screen: Screen) -> EvaluationReport:
     """Answer what is not answered yet, and write the summary; settings are checked before the weights are read."""
     checked = check_evaluation(request, screen)
     arms, tasks, protocol, window = checked.arms, checked.tasks, checked.protocol, checked.window
-    log_file, summary, table = checked.log, checked.summary, checked.table
-    profile = Profile.load(request.profile)
+    profile, log_file, summary, table = checked.profile, checked.log, checked.summary, checked.table
     # Arms, tasks and orders are not among the settings: they can be added to a run.
     settings = {
         "model": request.model,

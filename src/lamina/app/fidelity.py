@@ -12,7 +12,7 @@ from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.basis.text import digest, token_sequences
 from lamina.errors import ConfigError
-from lamina.eval.arms import Arm, LiveArm, parse_arms
+from lamina.eval.arms import Arm, check_arms, parse_arms
 from lamina.eval.fidelity import ArmResult, as_json, measure_fidelity
 from lamina.pages import WindowConfig
 
@@ -71,9 +71,7 @@ def check_fidelity(request: FidelityRequest, screen: Screen | None = None) -> Ch
     arms = parse_arms(request.arms)
     window = WindowConfig(sink=request.sink, recent=request.recent)
     profile = Profile.load(request.profile)
-    for arm in arms:
-        if isinstance(arm, LiveArm):
-            arm.settings(profile)
+    check_arms(arms, profile)
     limit = model_geometry(load_config(request.model, screen or Screen())).max_positions
     offset = parse_position(request.position_offset, limit)
     if offset + request.seq_len > limit:

@@ -138,7 +138,7 @@ class LaminaCache(Cache):
         if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes <= 0):
             raise ConfigError(f"max_bytes={max_bytes!r} must be a positive number of bytes")
         self.profile, self.geometry = profile, geometry
-        self._tiers = parse_tiers(tiers, profile)
+        self._tiers = parse_tiers(tiers, profile.tiers)
         self.controller = make_controller(controller, None if tiers is None else self._tiers, geometry, profile)
         self.window = window or WindowConfig()
         self.codec = codec or CodecConfig()
@@ -191,7 +191,7 @@ class LaminaCache(Cache):
 
     @tiers.setter
     def tiers(self, tiers: Tiers) -> None:
-        parsed = parse_tiers(tiers, self.profile)
+        parsed = parse_tiers(tiers, self.profile.tiers)
         if self.controller is not None:
             if not self.controller.frozen:
                 raise ConfigError("the controller decides the tiers of this cache; freeze it first")

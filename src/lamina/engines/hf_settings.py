@@ -24,10 +24,10 @@ TUNED = "tuned"
 """Stands for the controller settings in a tuned profile."""
 
 
-def parse_tiers(tiers: Tiers, profile: Profile) -> list[tuple[int, int]]:
-    """One checked pair of bits a layer."""
-    n = len(profile.layers)
-    given: Any = profile.tiers if tiers is None else tiers
+def parse_tiers(tiers: Tiers, default: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """One checked pair of bits a layer, of which there are as many as by default."""
+    n = len(default)
+    given: Any = default if tiers is None else tiers
     if isinstance(given, int):
         given = (given, given)
     if isinstance(given, tuple) and len(given) == 2 and all(isinstance(bits, int) for bits in given):

@@ -167,3 +167,10 @@ def parse_arms(names: str) -> list[Arm]:
     if unknown or not wanted:
         raise ConfigError(f"unknown arm {', '.join(unknown) or '(none given)'}; choose from all, {', '.join(ARMS)}")
     return [ARMS[n] for n in dict.fromkeys(wanted)]
+
+
+def check_arms(arms: list[Arm], profile: Profile) -> None:
+    """Raise ConfigError if a live arm needs what the profile lacks."""
+    for arm in arms:
+        if isinstance(arm, LiveArm):
+            arm.settings(profile)

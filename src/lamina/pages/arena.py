@@ -267,26 +267,26 @@ class Arena:
 
     def shed_candidates(self) -> list[tuple[float, int, int, int]]:
         """Planes that may be dropped now: (predicted loss, start, page, side), one a page and side at most."""
-        used = self.counts[:, USERS] > 0
-        loss = self.loss.cpu()
-        found = []
-        for side in (0, 1):
-            for page in (used & (self.table[:, FINE + side] >= 0)).nonzero()[:, 0].tolist():
-                candidate = self.shed_candidate(page, side, loss)
-                if candidate is not None:
-                    found.append((*candidate, page, side))
-        return found
+        cost, starts = self.losses(), self.table[:, START].tolist()
+        has_plane = (self.counts[:, USERS, None] > 0) & (self.table[:, FINE : FINE + 2] >= 0)
+        return [
+            (float(cost[page, side]), starts[page], page, side)
+            for side in (0, 1)
+            for page in has_plane[:, side].nonzero()[:, 0].tolist()
+        ]
 
-    def shed_candidate(self, page: int, side: int, loss: Tensor | None = None) -> tuple[float, int] | None:
-        """Predicted loss and start of a page whose side still has a plane to drop, else None.
+    def losses(self) -> Tensor:
+        """What dropping the least significant plane of every page and side costs, inf without one: ``[N, 2]``."""
+        table, loss = self.table, self.loss.cpu()
+        cost = torch.where(table[:, [FINEST, FINEST + 2]] >= 0, loss[:, :, 1], loss[:, :, 0])
+        return cost.masked_fill(table[:, FINE : FINE + 2] < 0, float("inf"))
 
-        ``loss``: a copy of :attr:`loss` on the CPU, to look many pages up.
-        """
+    def shed_candidate(self, page: int, side: int) -> tuple[float, int] | None:
+        """Predicted loss and start of a page whose side still has a plane to drop, else None."""
         row = self.table[page].tolist()
         if row[FINE + side] < 0:
             return None
-        loss = self.loss if loss is None else loss
-        return float(loss[page, side, 1 if row[FINEST + 2 * side] >= 0 else 0]), row[START]
+        return float(self.loss[page, side, 1 if row[FINEST + 2 * side] >= 0 else 0]), row[START]
 
     def shed(self, page: int, side: int) -> int:
         """Drop the least significant plane that a page still has on a side; returns the bytes that become free."""

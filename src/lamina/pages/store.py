@@ -87,6 +87,8 @@ class LayerStore:
     on_close : callable, optional
         Called with the first positions of pages that were closed, their bits, and those of them in the windows whose
         exact rows were not kept for lack of bytes.
+    arena : Arena, optional
+        Where the pages lie; by default one of its own.
 
     Attributes
     ----------
@@ -111,9 +113,10 @@ class LayerStore:
         name: str = "layer",
         mirrored: bool | None = None,
         on_close: Callable[[list[int], tuple[int, int], list[int]], None] | None = None,
+        arena: Arena | None = None,
     ) -> None:
-        self.layout = RecordLayout(n_heads, head_dim, centered)
-        self.arena = Arena(self.layout, dtype, device, budget, mirrored)
+        self.arena = arena or Arena(RecordLayout(n_heads, head_dim, centered), dtype, device, budget, mirrored)
+        self.layout = self.arena.layout
         self.window, self.writer, self.tiers, self.budget, self.name = window, writer, tiers, budget, name
         self.on_close = on_close
         self.sequences: list[Sequence] = []

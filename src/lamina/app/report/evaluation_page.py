@@ -9,25 +9,14 @@ from lamina.app.report.accuracy import Accuracy, lay_out_accuracy
 from lamina.app.report.environment import format_figure, template
 from lamina.app.report.evaluation_facts import circumstances, commands, notes, settings_table, title
 from lamina.app.report.evaluation_fidelity import FidelityPart, fidelity_parts
-from lamina.app.report.evaluation_orders import OrdersPart, orders_parts, orders_table
+from lamina.app.report.evaluation_orders import orders_parts, orders_table
 from lamina.app.report.evaluation_tables import Table, bytes_table, bytes_total, score_table, seed_table
+from lamina.app.report.evaluation_tiers import TierPart, tier_part
 from lamina.app.report.stacks import Stacks, lay_out_stacks
-from lamina.app.report.strips import Strips, lay_out_strips
 from lamina.eval.held import Holding, TierVector
 from lamina.eval.summary import BASELINE, Score, shown_name
 
 UNKNOWN_KINDS = "kinds not recorded"
-MOST_LAYER_TICKS = 10
-
-
-@dataclass(frozen=True)
-class TierPart:
-    """Tiers that one arm's controllers came to."""
-
-    arm: str
-    picture: Strips
-    bits: list[int]
-    desc: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class Workload:
     seeds: Table
     tiers: list[TierPart]
     orders: Table | None
-    order_tiers: list[OrdersPart]
+    order_tiers: list[TierPart]
     bytes: BytesPart | None
 
 
@@ -109,21 +98,14 @@ def _place(s: Score) -> str:
 
 def _tiers(vectors: Sequence[TierVector], packed: Sequence[int] | None) -> TierPart:
     """A row of layers for K and one for V of every vector."""
-    n = max(len(v.tiers) for v in vectors)
-    layers = packed if packed is not None and len(packed) == n else range(n)
-    every = next(step for step in (1, 2, 5, 10, 20, 50, n) if n / step <= MOST_LAYER_TICKS)
     rows = [
-        (f"{_label(v)} {name}", [(i, pair[side]) for i, pair in enumerate(v.tiers)])
-        for v in vectors
-        for side, name in enumerate("KV")
+        (f"{_label(v)} {name}", [pair[side] for pair in v.tiers]) for v in vectors for side, name in enumerate("KV")
     ]
-    ticks = [(i + 0.5, str(layers[i])) for i in range(0, n, every)]
-    bits = sorted({b for v in vectors for pair in v.tiers for b in pair})
     means = [
         f"{_label(v)}: {sum(map(sum, v.tiers)) / (2 * len(v.tiers)):.2f} bits on average" for v in vectors if v.tiers
     ]
     name = shown_name(vectors[0].arm, vectors[0].simulated)
-    return TierPart(name, lay_out_strips(rows, max(n, 1), ticks), bits, "; ".join(means))
+    return tier_part(name, rows, packed, "; ".join(means))
 
 
 def _label(v: TierVector) -> str:

@@ -9,6 +9,7 @@ from lamina.app.report.scales import Tick
 WIDTH = 440.0
 LEFT, RIGHT, TOP = 62.0, 428.0, 12.0
 UNDER = 44.0
+PITCH = 14.0
 
 Cell = tuple[int, int]
 """Place of a cell in its row, and its bits; 0 bits are left empty."""
@@ -43,7 +44,7 @@ def lay_out_strips(
     count: float,
     ticks: Iterable[tuple[float, str]],
     *,
-    pitch: float = 14.0,
+    pitch: float = PITCH,
     exact: Iterable[tuple[float, float]] = (),
 ) -> Strips:
     """Place labelled rows of ``count`` cells; ``ticks`` and ``exact`` (start, end) are in units of cells."""

@@ -150,13 +150,19 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
         """Find the parts of a step."""
         c, state = common_attn_metadata, self.impl.state
         starts = c.query_start_loc_cpu.tolist()
-        lengths, tables = c.seq_lens.tolist(), c.block_table_tensor.tolist()
+        counts = c.query_start_loc_cpu.diff()[: c.num_reqs]
+        first = c.seq_lens[: c.num_reqs].to(torch.long) - counts
+        # Rows without a token may be as long as the table.
+        at = (first // PAGE_TOKENS).clamp(max=c.block_table_tensor.shape[1] - 1)
+        blocks = c.block_table_tensor[: c.num_reqs].gather(1, at[:, None])[:, 0].tolist()
+        writers = state.writers()
         parts: list[Part] = []
-        for row in range(c.num_reqs):
-            n = starts[row + 1] - starts[row]
+        for row, n in enumerate(counts.tolist()):
             if n == 0:
                 continue
-            sequence = state.sequence_of(tables[row], lengths[row] - n)
+            sequence = writers.get(blocks[row], -1)
+            if sequence < 0 or state.length(sequence) != int(first[row]):
+                raise RuntimeError(f"no request of this step writes token {int(first[row])} to block {blocks[row]}")
             last = parts[-1] if parts else None
             if last is not None and last.queries == n <= KERNEL_QUERIES:
                 last.sequences.append(sequence)

@@ -12,7 +12,7 @@ from lamina.pages.arena import HOLDERS, USERS, Arena
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import ALL_RANKS, Budget, Field, Pool
 from lamina.pages.store import LayerStore, Sequence
-from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, START, TIER, read_bits
+from lamina.pages.table import COLUMNS, EXACT, FINE, START, TIER, read_bits
 
 
 class BlockPool(Pool):
@@ -135,13 +135,6 @@ class BlockArena(Arena):
         unheld = [page for page in held if counts[page, HOLDERS] == 0 and counts[page, USERS] > 0]
         self._release_exact(torch.tensor(unheld, dtype=torch.long))
 
-    def losses(self) -> Tensor:
-        """What dropping the least significant plane of every page and side costs, inf without one: ``[N, 2]``."""
-        table, loss = self.table, self.loss.cpu()
-        finest = table[:, [FINEST, FINEST + 2]] >= 0
-        cost = torch.where(finest, loss[:, :, 1], loss[:, :, 0])
-        return cost.masked_fill(table[:, FINE : FINE + 2] < 0, float("inf"))
-
     def packed_bytes(self) -> tuple[int, int]:
         """Bytes and pages of what requests read packed: closed pages in use that have no exact rows."""
         table = self.table
@@ -173,8 +166,11 @@ class BlockStore(LayerStore):
 
     def __init__(self, arena: BlockArena, blocks: list[list[int]], **settings: object) -> None:
         layout = arena.layout
-        super().__init__(layout.n_heads, layout.head_dim, arena.dtype, arena.device, budget=Budget(), **settings)  # type: ignore[arg-type]
-        self.layout, self.arena, self.blocks = layout, arena, blocks
+        super().__init__(
+            layout.n_heads, layout.head_dim, arena.dtype, arena.device, budget=Budget(), arena=arena,
+            **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.blocks = blocks
 
     def add(self, tokens: int) -> None:
         """Add a sequence whose first ``tokens`` tokens are stored in its blocks already."""

@@ -1,6 +1,7 @@
 """How a worker's figures reach the process that serves metrics: a small file that is replaced in one step."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ def stats_path(vllm_config: Any) -> Path:
     return Path(tempfile.gettempdir()) / f"lamina-{vllm_config.instance_id}.json"
 
 
-def write_stats(path: Path, engine: int, stats: dict[str, Any]) -> None:
-    """Replace the figures."""
-    temporary = path.with_suffix(f".{engine}.tmp")
-    temporary.write_text(json.dumps({"engine": engine, **stats}), encoding="utf-8")
+def replace_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a file; one that is already there is replaced in one step."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(document), encoding="utf-8")
     temporary.replace(path)
 
 

@@ -21,7 +21,7 @@ from lamina.control.live import LiveControl
 from lamina.control.state import Controller, Firing
 from lamina.engines.vllm.blocks import BlockArena, BlockStore
 from lamina.engines.vllm.config import AUTO, EngineConfig
-from lamina.engines.vllm.metrics_file import write_stats
+from lamina.engines.vllm.metrics_file import replace_json
 from lamina.errors import ConfigError
 from lamina.pages.config import WindowConfig
 from lamina.pages.layout import RecordLayout
@@ -196,7 +196,7 @@ class WorkerState:
         controller: Controller | None = None,
     ) -> None:  # fmt: skip
         self.config, self.window, self.shares, self.codec = config, config.window(), shares, CodecConfig()
-        self.fixed_tiers, self.controller = tiers, controller
+        self.profile_tiers, self.fixed_tiers, self.controller = profile.tiers, tiers, controller
         self.requests = Requests()
         self.control = LiveControl(controller, [s.index for s in shapes]) if controller is not None else None
         h, d, device = shapes[0].n_heads, shapes[0].head_dim, records[0].device
@@ -222,6 +222,11 @@ class WorkerState:
     def tiers(self) -> list[tuple[int, int]]:
         """Bits of K and V for pages that close from now on, one pair a layer."""
         return self.fixed_tiers if self.controller is None else list(self.controller.tiers)
+
+    @property
+    def average_bits(self) -> float:
+        """Average of :attr:`tiers`."""
+        return sum(bits for pair in self.tiers for bits in pair) / (2 * len(self.tiers))
 
     @property
     def stores(self) -> list[BlockStore]:
@@ -269,13 +274,10 @@ class WorkerState:
         """Tokens stored of a sequence."""
         return self.stores[0].sequences[sequence].length
 
-    def sequence_of(self, blocks: list[int], first: int) -> int:
-        """The sequence that writes its token ``first`` to one of these blocks, as no other does."""
-        at = first // PAGE_TOKENS
-        for i, own in enumerate(self.requests.blocks):
-            if at < len(own) and own[at] == blocks[at] and self.length(i) == first:
-                return i
-        raise RuntimeError(f"no request of this step writes token {first} to block {blocks[at]}")
+    def writers(self) -> dict[int, int]:
+        """Block that a sequence's next token goes to -> the sequence; no two write to the same block."""
+        blocks = enumerate(self.requests.blocks)
+        return {own[at]: i for i, own in blocks if (at := self.length(i) // PAGE_TOKENS) < len(own)}
 
     def make_room(self, short: int) -> None:
         """Free at least ``short`` slots of the arena by dropping the planes of least predicted loss."""
@@ -309,8 +311,8 @@ class WorkerState:
         found: dict[str, Any] = {
             "requests": len(self.requests.names),
             "tokens": sum(s.length for s in self.stores[0].sequences),
-            "bits_history": 8 * packed / (pages * 8 * layout.slab_bytes) if pages else None,
-            "bits_average": sum(bits for pair in self.tiers for bits in pair) / (2 * len(self.tiers)),
+            "bits_history": packed / (pages * layout.slab_bytes) if pages else None,
+            "bits_average": self.average_bits,
             "tiers": self.tiers,
             "bytes": dict(memory),
             "arena_slots": self.arena.slots,
@@ -333,7 +335,7 @@ class WorkerState:
         """Write the figures for those who serve them, at most once a second."""
         if time.monotonic() - self.told >= 1:
             self.told = time.monotonic()
-            write_stats(path, engine, self.stats())
+            replace_json(path, {"engine": engine, **self.stats()})
 
     def _fired(self, firing: Firing) -> None:
         before, self.decided = self.decided, firing.tiers

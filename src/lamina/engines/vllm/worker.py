@@ -2,18 +2,19 @@
 
 import json
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lamina.basis.geometry import model_geometry
+from lamina.basis.geometry import ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
 from lamina.control.state import Controller
 from lamina.engines.hf_settings import check_canary, make_controller, parse_tiers
 from lamina.engines.vllm.config import AUTO, EngineConfig, engine_config, tiers_from_json
-from lamina.engines.vllm.metrics_file import stats_path
+from lamina.engines.vllm.metrics_file import replace_json, stats_path
 from lamina.engines.vllm.state import LayerShape, Sizes, WorkerState, exact_pages, sizes
 from lamina.errors import ConfigError, LaminaError, UnsupportedModelError
 
@@ -23,47 +24,63 @@ CALLS = ("stats", "set_tiers", "freeze", "save_controller", "load_controller", "
 logger = logging.getLogger("vllm.lamina")
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a worker needs to know of its engine.
+
+    Attributes
+    ----------
+    config, profile, geometry
+        What the user set, the profile, and the model's shape.
+    shapes : list of LayerShape
+        The attention layers of this worker.
+    tiers : list of (int, int)
+        Bits to start with, one pair a layer of ``shapes``.
+    shares : Sizes
+        How the bytes are shared out.
+    """
+
+    config: EngineConfig
+    profile: Profile
+    geometry: ModelGeometry
+    shapes: list[LayerShape]
+    tiers: list[tuple[int, int]]
+    shares: Sizes
+
+
 def available_memory(worker: Any, inner: Any) -> int:
     """Bytes for vLLM's blocks: what there is, less the arena and exact rows."""
-    n_bytes = inner()
-    setup = _setup_of(worker)
-    if setup is None:
+    n_bytes: int = inner()
+    config = engine_config(worker.vllm_config.additional_config)
+    if config is None:
         return n_bytes
-    config, _, _, shapes, tiers = setup
-    worker.lamina_sizes = shares = sizes(
-        n_bytes, shapes, worker.model_config.dtype.itemsize, tiers, config.arena_gb, _most_exact(worker, config)
-    )
-    return shares.blocks * shares.block_bytes
+    worker.lamina_setup = setup = _set_up(worker, config, n_bytes)
+    return setup.shares.blocks * setup.shares.block_bytes
 
 
 def initialize(worker: Any, inner: Any, kv_cache_config: Any) -> None:
     """Lay pages into vLLM's blocks once they are there."""
     inner(kv_cache_config)
-    setup = _setup_of(worker)
-    if setup is None:
+    if engine_config(worker.vllm_config.additional_config) is None:
         return
-    config, profile, geometry, shapes, tiers = setup
-    shares = worker.lamina_sizes
-    blocks = kv_cache_config.num_blocks
-    planes = shares.slabs // max(shares.blocks, 1)
-    if config.arena_gb == AUTO and blocks != shares.blocks:
-        shares = Sizes(
-            blocks, shares.block_bytes, blocks * planes, shares.slab_bytes, min(shares.exact_pages, blocks),
-            shares.exact_bytes,
-        )  # fmt: skip
-    controller = make_controller(config.controller_settings(), None, geometry, profile)
+    setup: Setup = worker.lamina_setup
+    config, shares, blocks = setup.config, setup.shares, kv_cache_config.num_blocks
+    if config.arena_gb == AUTO:
+        planes = shares.slabs // shares.blocks
+        shares = replace(shares, blocks=blocks, slabs=blocks * planes, exact_pages=min(shares.exact_pages, blocks))
+    controller = make_controller(config.controller_settings(), None, setup.geometry, setup.profile)
     check_canary(controller, config.window())
     if controller is not None:
         controller.reduce = _mean_over_ranks
     layers = _attention_layers(worker)
-    records = [_records(layer.kv_cache, shape) for layer, shape in zip(layers.values(), shapes)]
+    records = [_records(layer.kv_cache, shape) for layer, shape in zip(layers.values(), setup.shapes)]
     state = WorkerState(
-        config, profile, shapes, [layer.impl.scale for layer in layers.values()], records, worker.model_config.dtype,
-        shares, tiers, controller,
+        config, setup.profile, setup.shapes, [layer.impl.scale for layer in layers.values()], records,
+        worker.model_config.dtype, shares, setup.tiers, controller,
     )  # fmt: skip
-    for layer, shape in zip(layers.values(), shapes):
+    for layer, shape in zip(layers.values(), setup.shapes):
         layer.impl.state, layer.impl.layer = state, state.layers[shape.index]
-    worker.lamina = state
+    worker.lamina, worker.lamina_setup = state, None
     if config.controller_state is not None and Path(config.controller_state).is_file():
         load_controller(worker, config.controller_state)
     logger.info("%s", summary(worker, state))
@@ -98,14 +115,14 @@ def summary(worker: Any, state: WorkerState) -> str:
         "arena": shares.slabs * shares.slab_bytes,
         f"{shares.exact_pages} exact pages": shares.exact_pages * shares.exact_bytes,
     }
-    total, tiers = sum(parts.values()), [bits for pair in state.tiers for bits in pair]
+    total = sum(parts.values())
 
     def holds(blocks: int) -> str:
         return f"{PAGE_TOKENS * blocks:,} tokens, {PAGE_TOKENS * blocks / length:.1f} requests of {length:,}"
 
     shared = ", ".join(f"{what} {n / 1e9:.2f}" for what, n in parts.items())
     return (
-        f"Lamina: {sum(tiers) / len(tiers):.2f} bits, {holds(shares.blocks)} in {total / 1e9:.2f} GB ({shared}); "
+        f"Lamina: {state.average_bits:.2f} bits, {holds(shares.blocks)} in {total / 1e9:.2f} GB ({shared}); "
         f"16 bits: {holds(total // dense)}"
     )
 
@@ -118,8 +135,7 @@ def stats(worker: Any) -> dict[str, Any]:
 def set_tiers(worker: Any, tiers: Any) -> None:
     """Set the bits of pages that close from now on; the controller, if there is one, must be frozen."""
     state = _state(worker)
-    profile = Profile.load(state.config.profile)
-    parsed = parse_tiers(tiers_from_json(tiers), profile)
+    parsed = parse_tiers(tiers_from_json(tiers), state.profile_tiers)
     chosen = [parsed[i] for i in state.layers]
     if state.config.deterministic:
         raise ConfigError("tiers are fixed: the engine was started with deterministic")
@@ -139,9 +155,7 @@ def freeze(worker: Any, frozen: bool = True) -> None:
 
 def save_controller(worker: Any, path: str) -> None:
     """Write the controller's state; a file that is already there is replaced in one step."""
-    temporary = Path(f"{path}.{worker.rank}.tmp")
-    temporary.write_text(json.dumps(_controller(worker).snapshot()), encoding="utf-8")
-    temporary.replace(path)
+    replace_json(Path(path), _controller(worker).snapshot())
 
 
 def load_controller(worker: Any, path: str) -> None:
@@ -196,26 +210,25 @@ def _attention_layers(worker: Any) -> dict[int, Any]:
     return dict(sorted(found.items()))
 
 
-def _setup_of(worker: Any) -> tuple[EngineConfig, Profile, Any, list[LayerShape], list[tuple[int, int]]] | None:
-    """What a worker needs to know of its model, None without Lamina."""
+def _set_up(worker: Any, config: EngineConfig, n_bytes: int) -> Setup:
+    """Check the engine against the profile, and share its bytes out."""
     vllm_config = worker.vllm_config
-    config = engine_config(vllm_config.additional_config)
-    if config is None:
-        return None
     _refuse(vllm_config)
     profile = Profile.load(config.profile)
     geometry = model_geometry(vllm_config.model_config.hf_config)
     profile.check_model(geometry)
-    parallel = vllm_config.parallel_config
-    shapes = []
+    size, scheduler = vllm_config.parallel_config.tensor_parallel_size, vllm_config.scheduler_config
+    rank, shapes = worker.rank % size, []
     for index, layer in _attention_layers(worker).items():
-        total, size = geometry.layers[index].n_kv_heads, parallel.tensor_parallel_size
-        rank = worker.rank % size
-        shapes.append(LayerShape(index, layer.num_kv_heads, rank * total // size, layer.head_size))
+        first = rank * geometry.layers[index].n_kv_heads // size
+        shapes.append(LayerShape(index, layer.num_kv_heads, first, layer.head_size))
     if len({(s.n_heads, s.head_dim) for s in shapes}) != 1:
         raise UnsupportedModelError("the model's attention layers differ in KV heads or head dimension")
-    parsed = parse_tiers(config.tiers, profile)
-    return config, profile, geometry, shapes, [parsed[s.index] for s in shapes]
+    parsed = parse_tiers(config.tiers, profile.tiers)
+    tiers = [parsed[s.index] for s in shapes]
+    most = exact_pages(config.window(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    shares = sizes(n_bytes, shapes, worker.model_config.dtype.itemsize, tiers, config.arena_gb, most)
+    return Setup(config, profile, geometry, shapes, tiers, shares)
 
 
 def _refuse(vllm_config: Any) -> None:
@@ -233,11 +246,6 @@ def _refuse(vllm_config: Any) -> None:
     for what, is_set in refused.items():
         if is_set:
             raise UnsupportedModelError(f"Lamina in vLLM does not serve {what}")
-
-
-def _most_exact(worker: Any, config: EngineConfig) -> int:
-    scheduler = worker.vllm_config.scheduler_config
-    return exact_pages(config.window(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
 
 def _records(kv_cache: torch.Tensor, shape: LayerShape) -> torch.Tensor:
