@@ -75,7 +75,8 @@ class LiveControl:
         """
         config = self.controller.config
         if config.canary == Canary.RING:
-            self.found[index] = _ring_mean(query, store, encoder, basis)
+            keys = [_last_keys(store, b) for b in range(len(store.sequences))]
+            self.found[index] = ring_mean(query, keys, encoder, basis)
         elif result.spread is not None and basis.rows is not None:
             self.found[index] = anchored_mean(
                 query[:, :, -1], result.out[:, -1], result.spread[:, :, -1], result.lse_packed[:, :, -1], basis.rows
@@ -103,15 +104,29 @@ class LiveControl:
             self.on_firing(firing)
 
 
-def _ring_mean(query: Tensor, store: LayerStore, encoder: PageEncoder, basis: ReadBasis) -> Tensor:
-    """The ring canary's signals, averaged over heads and sequences, float32 ``[2, 3]``; NaN without any."""
+def _last_keys(store: LayerStore, b: int) -> Tensor | None:
+    """Last exact keys of a sequence; None where too few are left, as under a byte limit: none would seem to drift."""
+    keys = store.last_keys(b, RING_TOKENS)
+    return keys if keys.shape[1] >= min(RING_TOKENS, store.sequences[b].length) else None
+
+
+def ring_mean(query: Tensor, keys: list[Tensor | None], encoder: PageEncoder, basis: ReadBasis) -> Tensor:
+    """The ring canary's signals, averaged over heads and sequences, float32 ``[2, 3]``; NaN without any.
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[B, Hq, T, D]``; the newest token of every row counts.
+    keys : list of Tensor or None
+        ``[H, n, D]`` a sequence, the last n keys.
+    encoder, basis
+        The layer's.
+    """
     found = []
-    for b, sequence in enumerate(store.sequences):
-        keys = store.last_keys(b, RING_TOKENS)
-        # Under a byte limit fewer may be left, which would say that nothing drifts.
-        if not bool(query[b, :, -1].any()) or keys.shape[1] < min(RING_TOKENS, sequence.length):
+    for q, last in zip(query[:, :, -1], keys):
+        if last is None or not bool(q.any()):
             continue
-        drift = ring(query[b, :, -1], keys, scaling=basis.scaling, quantise=encoder.requantise_page)
+        drift = ring(q, last, scaling=basis.scaling, quantise=encoder.requantise_page)
         values = torch.stack([drift[bits].mean() for bits in TIERS])
         if bool(values.isfinite().all()):
             found.append(values)

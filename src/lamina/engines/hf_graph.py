@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lamina.attention.cuda.decode import COLUMNS_PER_TILE, MOST_TILES, NewRows, attend_cuda
+from lamina.attention.cuda.decode import MOST_QUERIES, NewRows, attend_cuda
 from lamina.attention.cuda.encode import encoded_together
 from lamina.attention.cuda.gpu import KINDS, MOST_DIM
 from lamina.attention.cuda.tables import Patches
@@ -332,10 +332,10 @@ class DecodeGraph:
 
     def attend(self, layer: LaminaLayer, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         """Append rows and attend, on the device alone: ``[B, 1, Hq, D]``."""
-        if query.shape[1] // key.shape[1] > MOST_TILES * COLUMNS_PER_TILE:
+        if query.shape[1] // key.shape[1] > MOST_QUERIES:
             raise ConfigError(
                 f"layer {layer.index}: {query.shape[1]} query heads on {key.shape[1]} KV heads; the kernels take up to "
-                f"{MOST_TILES * COLUMNS_PER_TILE} a KV head; decode without a graph"
+                f"{MOST_QUERIES} a KV head; decode without a graph"
             )
         rows = gaussian_rows(self.cache.codec, key.shape[-1]) if self._measured else None
         basis = replace(layer.basis, softcap=kwargs.get("softcap") or 0.0, sinks=kwargs.get("s_aux"), rows=rows)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lamina.codec import PAGE_TOKENS, EncodedPages
 from lamina.pages.arena import Arena
+from lamina.pages.layout import RecordLayout
 
 BATCH = 64
 """Pages that are encoded at a time, which bounds the scratch memory."""
@@ -56,16 +57,24 @@ class EncodingWriter:
     def _write(self, arena: Arena, pages: list[int], k: Tensor, v: Tensor, bits: tuple[int, int]) -> None:
         slots = arena.close(pages, bits).long()
         ids = torch.tensor(pages)
-        views = arena.layout.views(arena.pages.data[0])
         encoded = self.encoder.encode(k, v, *bits)
-        for side, e in enumerate(encoded):
-            views.base[ids, side] = e.slabs[0]
-            views.scale[ids, side], views.mid[ids, side], views.gain[ids, side] = e.scale, e.mid, e.gain
-            for column, slab in zip((side, 2 + 2 * side, 3 + 2 * side), e.slabs[1:]):
-                arena.slabs.data[0][slots[:, column]] = slab
-            if views.center is not None and views.center_scale is not None and e.center is not None:
-                views.center[ids], views.center_scale[ids] = e.center, e.center_scale  # type: ignore[assignment]
+        put_codes(arena.layout, arena.pages.data[0], arena.slabs.data[0], ids, slots, encoded)
         arena.loss[ids] = self.encoder.shed_loss(*(e.truncation_mse for e in encoded))
+
+
+def put_codes(
+    layout: RecordLayout, records: Tensor, slabs: Tensor, pages: Tensor, slots: Tensor,
+    encoded: tuple[EncodedPages, EncodedPages],
+) -> None:  # fmt: skip
+    """Write what K and V of pages were encoded to into their records, and into slots ``[n, 6]`` of their slabs."""
+    views = layout.views(records)
+    for side, e in enumerate(encoded):
+        views.base[pages, side] = e.slabs[0]
+        views.scale[pages, side], views.mid[pages, side], views.gain[pages, side] = e.scale, e.mid, e.gain
+        for column, slab in zip((side, 2 + 2 * side, 3 + 2 * side), e.slabs[1:]):
+            slabs[slots[:, column]] = slab
+        if views.center is not None and views.center_scale is not None and e.center is not None:
+            views.center[pages], views.center_scale[pages] = e.center, e.center_scale  # type: ignore[assignment]
 
 
 def by_page(rows: Tensor) -> Tensor:

@@ -257,29 +257,33 @@ struct NewRows {
     i64 k_b, k_h, k_t, v_b, v_h, v_t;
     void* exact;
     const int *table, *page_ids, *lengths;  // the new tokens included
-    int* damaged;                  // becomes ``mark`` where a row holds NaN or Inf
+    int* damaged;                  // becomes ``mark`` where a row holds NaN or Inf; counts such numbers if that is 0
     int width, mark;
 };
 
 DEVICE void append(const NewRows& R, int tokens, int h, int b) {
     const int* ids = R.page_ids + (i64)b * R.width;
     const int length = R.lengths[b], last = pages_of(ids, R.width, length) - 1;
-    bool bad = false;
+    int bad = 0;
+    // Rows that fill up a batch have no tokens.
+    if (length < tokens) return;
     for (int t = 0; t < tokens; t++) {
         const int position = length - tokens + t;
         int j = last;
         while (j > 0 && R.table[(i64)ids[j] * COLUMNS] > position) j--;
         const int* page = R.table + (i64)ids[j] * COLUMNS;
+        if (page[10] < 0) continue;
         const i64 to = (((i64)page[10] * 2 * HKV + h) * 64 + position - page[0]) * D;
         for (int i = threadIdx.x; i < 2 * D; i += blockDim.x) {
             const bool v = i >= D;
             const int d = v ? i - D : i;
             const float x = v ? exact_at(R.v, b * R.v_b + h * R.v_h + t * R.v_t + d) : exact_at(R.k, b * R.k_b + h * R.k_h + t * R.k_t + d);
             write_exact(R.exact, to + (v ? (i64)HKV * 64 * D : 0) + d, x);
-            bad = bad || (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
+            bad += (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
         }
     }
-    if (bad) atomicMax(R.damaged, R.mark);
+    if (bad && R.mark) atomicMax(R.damaged, R.mark);
+    if (bad && !R.mark) atomicAdd(R.damaged, bad);
 }
 
 // q' = q q_forward, scaled, in the form that lamina_decode takes. One block a sequence and KV head; SLICES * WIDE threads.
@@ -443,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
     const float turned = fmaf(mass[0], mean_v[h * D + d], found[0][0][d]);
     const float all = fmaxf(tops[0], tops[1]), wp = exp2_(tops[0] - all), we = exp2_(tops[1] - all);
     const float total = wp * mass[0] + we * mass[1];
-    const float y = (wp * turned + we * exact[d]) / total;
+    const float y = total > 0.f ? (wp * turned + we * exact[d]) / total : 0.f;
     const int token = col / G, head = h * G + col % G;
     const i64 at = (((i64)b * tokens + token) * HKV * G + head) * D + d;
     write_exact(out, at, y);

@@ -1,6 +1,7 @@
 """Decode attention on NVIDIA GPUs: launches the kernels of ``decode.cu``."""
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,6 +22,8 @@ PAGES_AHEAD = 32
 
 COLUMNS_PER_TILE = 4
 MOST_TILES = 4
+MOST_QUERIES = MOST_TILES * COLUMNS_PER_TILE
+"""Query tokens times heads a KV head that the kernels take."""
 EXACT_COST = 12
 """Packed pages that take as long as an exact one, about."""
 MOST_WAVES = 4
@@ -46,13 +49,16 @@ class NewRows:
     damaged : Tensor
         int32 ``[1]``: becomes ``mark``, if that is more, where a row holds NaN or Inf.
     mark : int
-        Tells the layer.
+        Tells the layer; 0: such numbers are counted instead.
+    queries : Tensor, optional
+        float32 ``[N]``, N being enough: is given the queries, see :func:`kept_queries`.
     """
 
     k: Tensor
     v: Tensor
     damaged: Tensor
     mark: int
+    queries: Tensor | None = None
 
 
 class _Params(ctypes.Structure):
@@ -78,6 +84,7 @@ class Geometry:
     tiles: int
     n_kv_heads: int
     centered: bool
+    record_bytes: int
     capped: bool
     kind: int
     measured: bool
@@ -88,15 +95,15 @@ class Geometry:
         n_kv, (_, n_q, tokens, dim) = view.layout.n_heads, q_bhtd.shape
         group = n_q // n_kv
         return cls(
-            dim, group, -(-group * tokens // COLUMNS_PER_TILE), n_kv, view.layout.centered, basis.softcap != 0,
-            KINDS[view.exact.dtype], basis.rows is not None,
+            dim, group, -(-group * tokens // COLUMNS_PER_TILE), n_kv, view.layout.centered,
+            view.layout.record_bytes, basis.softcap != 0, KINDS[view.exact.dtype], basis.rows is not None,
         )  # fmt: skip
 
     def defines(self) -> dict[str, int]:
         """Macros."""
         values = {
             "D": self.head_dim, "G": self.group, "NT": self.tiles, "HKV": self.n_kv_heads, "CENTERED": self.centered,
-            "CAPPED": self.capped, "KIND": self.kind, "MEASURED": self.measured,
+            "RECORD_BYTES": self.record_bytes, "CAPPED": self.capped, "KIND": self.kind, "MEASURED": self.measured,
         }  # fmt: skip
         return {name: int(value) for name, value in values.items()}
 
@@ -141,9 +148,10 @@ def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
         return reason
     if q_bhtd.dtype != view.exact.dtype:
         return f"rows are {view.exact.dtype}"
-    if group * tokens > MOST_TILES * COLUMNS_PER_TILE:
-        most = MOST_TILES * COLUMNS_PER_TILE
-        return f"{tokens} query tokens of {group} heads a KV head are more than the {most} columns of the kernels"
+    if group * tokens > MOST_QUERIES:
+        return (
+            f"{tokens} query tokens of {group} heads a KV head are more than the {MOST_QUERIES} columns of the kernels"
+        )
     return None
 
 
@@ -153,8 +161,9 @@ def _module(geometry: Geometry, device: torch.device) -> Module:
 
 
 def attend_cuda(
-    q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int | None = None, new: NewRows | None = None
-) -> AttentionOutput:
+    q_bhtd: Tensor, view: StoreView, basis: ReadBasis, splits: int | None = None, new: NewRows | None = None,
+    out: Tensor | None = None,
+) -> AttentionOutput:  # fmt: skip
     """Attend from the last T tokens of each sequence, a few at most; what :func:`why_not` has no objection to.
 
     Parameters
@@ -169,6 +178,8 @@ def attend_cuda(
         Shares that the pages of a sequence are cut into; chosen to fill the GPU unless told.
     new : NewRows, optional
         Rows to append first; the lengths of the view count them already.
+    out : Tensor, optional
+        ``[B, T, Hq, D]`` of q's dtype, contiguous: where the result goes.
     """
     view = view.to(q_bhtd.device)
     geometry = Geometry.of(q_bhtd, view, basis)
@@ -183,7 +194,8 @@ def attend_cuda(
 
     queries = transform_queries(q_bhtd, view, basis, new)
     partial = _empty(device, splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
-    out = _empty(device, batch, tokens, n_q, dim, dtype=q_bhtd.dtype)
+    if out is None:
+        out = _empty(device, batch, tokens, n_q, dim, dtype=q_bhtd.dtype)
     lse_packed, lse = _empty(device, 2, batch, n_q, tokens)
     spread = _empty(device, batch, n_q, tokens, 3) if rows is not None else None
     held = (
@@ -217,7 +229,11 @@ def transform_queries(
     geometry, device = Geometry.of(q_bhtd, view, basis), q_bhtd.device
     (batch, _, tokens, dim), n_kv, columns = q_bhtd.shape, geometry.n_kv_heads, geometry.columns
     packed = _empty(device, batch, n_kv, 2 * columns, dim, dtype=torch.int8)
-    meta, exact = _empty(device, batch, n_kv, columns, 4), _empty(device, batch, n_kv, columns, dim)
+    meta = _empty(device, batch, n_kv, columns, 4)
+    if new is None or new.queries is None:
+        exact = _empty(device, batch, n_kv, columns, dim)
+    else:
+        exact = _queries(new.queries, geometry, batch)
     q_bhtd = q_bhtd if q_bhtd.stride(-1) == 1 else q_bhtd.contiguous()
     rows_in = _NewRows()
     if new is not None:
@@ -233,6 +249,24 @@ def transform_queries(
         packed, meta, exact, rows_in,
     )  # fmt: skip
     return packed, meta, exact
+
+
+def kept_queries(kept: Tensor, q_like: Tensor, view: StoreView, basis: ReadBasis) -> Tensor:
+    """Queries ``[B, Hq, T, D]`` that :attr:`NewRows.queries` was given in a call with some like ``q_like``."""
+    geometry, (batch, n_q, tokens, dim) = Geometry.of(q_like, view, basis), q_like.shape
+    scaled = _queries(kept, geometry, batch)[:, :, : geometry.group * tokens] / (basis.scaling * LOG2E)
+    by_head = scaled.unflatten(2, (tokens, geometry.group)).transpose(2, 3)
+    return by_head.reshape(batch, n_q, tokens, dim).to(q_like.dtype)
+
+
+def queries_size(group: int, tokens: int, n_kv_heads: int, dim: int) -> int:
+    """Numbers that :attr:`NewRows.queries` must have for each sequence."""
+    return -(-group * tokens // COLUMNS_PER_TILE) * COLUMNS_PER_TILE * n_kv_heads * dim
+
+
+def _queries(kept: Tensor, geometry: Geometry, batch: int) -> Tensor:
+    shape = batch, geometry.n_kv_heads, geometry.columns, geometry.head_dim
+    return kept[: math.prod(shape)].view(shape)
 
 
 def _empty(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

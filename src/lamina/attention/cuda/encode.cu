@@ -25,9 +25,10 @@
 struct Job {
     const u8* rows[2];   // of KV head 0: K, V
     i64 head[2], row[2]; // their strides in numbers: {K, V} between heads, {K, V} between rows
-    i64 page, bits[2];
+    u8* record;          // of the page
+    i64 bits[2];
     i64 slots[6];        // slabs beyond the base, as in the page table
-    u8 *records, *slabs; // of its layer, as are
+    u8* slabs;           // of its layer, as are
     const uint4* matrix[2];  // [HKV, D/16, D/16, 32]: a lane's operands for 16 channels of the result
     const float* shift;      // [HKV, D]: what is taken off V's rows in the packed basis
 };
@@ -336,7 +337,7 @@ DEVICE void finish(float (&y)[VALUES / 2][4], const Job& job, int side, int h, i
     }
     #pragma unroll
     for (int i = 0; i < 2; i++) forget(x.scale[i]);
-    u8* record = job.records + job.page * RECORD_BYTES;
+    u8* record = job.record;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = 16 * warp + r + 8 * i, at = h * 16 * D + row * (D / 4) + c * BYTES;
@@ -440,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * GROUPS, BLOCKS) lamina
                 if (k0 + k < D / 16) multiply(y, x[k], (STAGED ? staged : from) + (k0 + k) * (D / 16) * 32 + lane);
         }
 #endif
-        u8* record = job.records + job.page * RECORD_BYTES;
+        u8* record = job.record;
         if (CENTERED && side == 0) {
             add_columns(y, S.columns[group][turn][warp], r, c);
             sync_some(1 + group, 32 * WARPS);

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lamina.attention.cuda.gpu import KINDS, most_shared, processors, readable
 from lamina.attention.cuda.nvrtc import Module
+from lamina.attention.cuda.tables import to_device
 from lamina.basis.encoder import PageEncoder
 from lamina.codec import PAGE_TOKENS
 from lamina.codec.rows import ScaleRule
@@ -19,6 +20,8 @@ from lamina.pages.writer import FilledPages
 
 WARPS, GROUPS = 4, 2
 """Warps of a page and pages that a block has at a time, as in ``encode.cu``."""
+JOB_WORDS = 19
+"""64-bit words of a job, as in ``encode.cu``."""
 RULES = {ScaleRule.MINMAX: 0, ScaleRule.CLIP: 1, ScaleRule.UNBIASED: 2}
 
 
@@ -125,18 +128,22 @@ class CudaPageWriter:
         Returns
         -------
         Tensor
-            int64 ``[n, 20]`` on the CPU: addresses of the rows of K and V, strides in numbers between their heads and
-            between their rows, page, bits of K and V, slots of the slabs beyond the base, addresses of the layer's
-            records, slabs, matrices and shift. Bits and slots are left 0.
+            int64 ``[n, JOB_WORDS]`` on the CPU: addresses of the rows of K and V, strides in numbers between their
+            heads and between their rows, address of the page's record, bits of K and V, slots of the slabs beyond the
+            base, addresses of the layer's slabs, matrices and shift. Bits and slots are left 0.
         """
-        jobs = torch.zeros(len(pages), 20, dtype=torch.int64)
+        jobs = torch.zeros(len(pages), JOB_WORDS, dtype=torch.int64)
         for side, rows in enumerate((k, v)):
             jobs[:, side] = rows.data_ptr() + rows.stride(0) * rows.itemsize * torch.arange(len(pages))
             jobs[:, 2 + side], jobs[:, 4 + side] = rows.stride(1), rows.stride(2)
-        jobs[:, 6] = torch.tensor(pages)
-        of_layer = arena.pages.data[0], arena.slabs.data[0], *self.matrices, self.shift
-        jobs[:, 15:20] = torch.tensor([t.data_ptr() for t in of_layer])
+        records = arena.pages.data[0]
+        jobs[:, 6] = records.data_ptr() + torch.tensor(pages) * records.stride(0)
+        jobs[:, 15:] = self.of_layer(arena.slabs.data[0])
         return jobs
+
+    def of_layer(self, slabs: Tensor) -> Tensor:
+        """Last words of all jobs of a layer whose slabs lie there, int64 ``[4]``."""
+        return torch.tensor([t.data_ptr() for t in (slabs, *self.matrices, self.shift)])
 
     def launch(self, jobs: Tensor) -> Tensor:
         """Encode pages of one or more layers of this geometry, from :meth:`jobs`, on the device.
@@ -186,6 +193,6 @@ def _encode(waiting: list[_Waiting]) -> None:
     for kind in dict.fromkeys((x.writer.geometry, *x.writer.clips) for x in waiting):
         alike = [x for x in waiting if (x.writer.geometry, *x.writer.clips) == kind]
         jobs = torch.cat([x.jobs for x in alike])
-        truncation = alike[0].writer.launch(jobs.to(alike[0].arena.device))
+        truncation = alike[0].writer.launch(to_device(jobs, alike[0].arena.device))
         for x, of_layer in zip(alike, truncation.split([len(x.pages) for x in alike])):
             x.arena.predict_loss(x.pages, partial(x.writer.encoder.shed_loss, of_layer[:, 0], of_layer[:, 1]))

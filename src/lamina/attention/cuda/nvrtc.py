@@ -68,6 +68,7 @@ SOURCES = {
     "decode": ("pages", "lanes", "slabs", "reader", "decode"),
     "encode": ("pages", "lanes", "encode"),
     "prefill": ("pages", "lanes", "prefill", "prefill_exact"),
+    "rows": ("pages", "rows"),
     "tables": ("tables",),
 }
 """Files of this folder that make up a source, behind ``device.cu``."""

@@ -1,5 +1,6 @@
 // How pages lie in memory: records and the page table as lamina/pages/layout.py and table.py say, and exact rows, whose
-// dtype is KIND: 0 float32, 1 bfloat16, 2 float16. D is the head dimension, HKV the number of KV heads.
+// dtype is KIND: 0 float32, 1 bfloat16, 2 float16. D is the head dimension, HKV the number of KV heads, RECORD_BYTES what a
+// record takes, which an engine may pad.
 
 #define COLUMNS 11
 #define SLAB_BYTES (HKV * 16 * D)
@@ -8,7 +9,6 @@
 #define CENTER_AT (MID_AT + 256 * HKV)
 #define GAIN_AT (CENTER_AT + (CENTERED ? HKV * D : 0))
 #define CENTER_SCALE_AT (GAIN_AT + 8 * HKV)
-#define RECORD_BYTES ((CENTER_SCALE_AT + (CENTERED ? 2 * HKV : 0) + 15) / 16 * 16)
 
 // Whether a query at position t reads a page exactly that has exact rows.
 DEVICE bool in_window(int start, int t, int sink, int recent) { return start < sink || start >= t / 64 * 64 - recent; }

@@ -53,6 +53,7 @@ class Geometry:
     group: int
     n_kv_heads: int
     centered: bool
+    record_bytes: int
     capped: bool
     kind: int
 
@@ -60,7 +61,7 @@ class Geometry:
         """Macros."""
         return {
             "D": self.head_dim, "G": self.group, "HKV": self.n_kv_heads, "CENTERED": int(self.centered),
-            "CAPPED": int(self.capped), "KIND": self.kind,
+            "RECORD_BYTES": self.record_bytes, "CAPPED": int(self.capped), "KIND": self.kind,
         }  # fmt: skip
 
     @property
@@ -86,7 +87,7 @@ def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
         return reason
     if q_bhtd.dtype != view.exact.dtype:
         return f"rows are {view.exact.dtype}"
-    geometry = Geometry(dim, 1, 1, True, False, KINDS[view.exact.dtype])
+    geometry = Geometry(dim, 1, 1, True, 0, False, KINDS[view.exact.dtype])
     most = most_shared(device)
     if max(geometry.packed_bytes, geometry.exact_bytes) > most:
         return f"the GPU has {most} bytes of shared memory a block, too few for a head dimension of {dim}"
@@ -145,7 +146,8 @@ class _Call:
         self.n_kv, self.device, self.width = view.layout.n_heads, q.device, view.page_ids.shape[1]
         self.group = self.n_q // self.n_kv
         self.geometry = Geometry(
-            self.dim, self.group, self.n_kv, view.layout.centered, basis.softcap != 0, KINDS[q.dtype]
+            self.dim, self.group, self.n_kv, view.layout.centered, view.layout.record_bytes, basis.softcap != 0,
+            KINDS[q.dtype],
         )  # fmt: skip
         self.kernels = _module(self.geometry, q.device)
         self.flash = q.device.type == "cuda" and q.dtype != torch.float32 and not basis.softcap

@@ -15,6 +15,11 @@ def _module(device: torch.device) -> Module:
     return Module("tables", {}, device)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy that does not wait for what the GPU has still to do."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 class Patches:
     """Rows to be written to tables on a device, a :data:`lamina.pages.ids.Tell` that waits for :meth:`flush`."""
 
@@ -37,6 +42,6 @@ class Patches:
     def flush(self) -> None:
         """Write them."""
         if self._patches:
-            patches, values = (torch.cat(x).to(self.device) for x in (self._patches, self._values))
+            patches, values = (to_device(torch.cat(x), self.device) for x in (self._patches, self._values))
             _module(self.device).launch("lamina_patch", (len(patches), 1, 1), THREADS, patches, values)
         self._patches, self._values, self._n = [], [], 0

@@ -1,5 +1,6 @@
 """vLLM's view of Lamina: the attention backend, what it is told of a step, and one layer's attention."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -18,11 +20,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from lamina.attention.cuda.decode import MOST_QUERIES, NewRows, attend_cuda
 from lamina.attention.dispatch import KERNEL_QUERIES, attend
 from lamina.codec import PAGE_TOKENS
-from lamina.codec.gaussian import gaussian_rows
-from lamina.engines.vllm.config import engine_config
-from lamina.engines.vllm.state import Layer, LayerShape, WorkerState
+from lamina.engines.vllm.canary import Decoding
+from lamina.engines.vllm.config import decode_tokens, engine_config
+from lamina.engines.vllm.sizes import LayerShape
+from lamina.engines.vllm.state import WorkerState
 from lamina.errors import UnsupportedModelError
 
 
@@ -103,75 +107,115 @@ class Part:
 
     Attributes
     ----------
-    sequences : list of int
-        Their sequences.
+    rows : slice
+        Of the batch.
     first : int
         First token of the batch; theirs lie behind each other.
     queries : int
         Queries of each.
     """
 
-    sequences: list[int]
+    rows: slice
     first: int
     queries: int
+
+    @property
+    def tokens(self) -> slice:
+        """Their tokens."""
+        return slice(self.first, self.first + (self.rows.stop - self.rows.start) * self.queries)
 
 
 @dataclass
 class LaminaMetadata:
-    """A step: tokens without padding, and the parts of the batch.
+    """A step.
 
     Attributes
     ----------
-    tokens : int
-        Tokens, padding left out.
     parts : list of Part
-        All of them.
-    fires : bool
-        Whether the controller looks at this step.
+        All of the batch.
+    page_ids, lengths : Tensor
+        int32 ``[B, P]``, padded with -1, and ``[B]``: pages of every row and its tokens, this step's included.
+    slots : Tensor
+        int64 ``[tokens]``: 64 block + row that each token goes to, negative for those that fill up the batch.
+    appends : bool
+        Whether attention itself stores the rows, as where all decode on a GPU.
     """
 
-    tokens: int
     parts: list[Part]
-    fires: bool
+    page_ids: Tensor
+    lengths: Tensor
+    slots: Tensor
+    appends: bool
 
 
 class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
-    """Tells which sequence every row of a step's batch belongs to."""
+    """Tells where a step's rows go and what its queries read, without waiting for a GPU."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.impl: LaminaImpl = next(
             iter(get_layers_from_vllm_config(vllm_config, Attention, layer_names).values())
         ).impl
+        self.most = most_appended(vllm_config, kv_cache_spec)
+        # Graphs know where these are.
+        rows, width = (
+            vllm_config.scheduler_config.max_num_seqs,
+            -(-vllm_config.model_config.max_model_len // PAGE_TOKENS),
+        )
+        self.page_ids = torch.full((rows, width), -1, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.first = torch.arange(width, dtype=torch.int32, device=device) * PAGE_TOKENS
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Whether decode steps can be captured."""
+        if most_appended(vllm_config, kv_cache_spec) < decode_tokens(vllm_config):
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> LaminaMetadata:
         """Find the parts of a step."""
-        c, state = common_attn_metadata, self.impl.state
-        starts = c.query_start_loc_cpu.tolist()
-        counts = c.query_start_loc_cpu.diff()[: c.num_reqs]
-        first = c.seq_lens[: c.num_reqs].to(torch.long) - counts
-        # Rows without a token may be as long as the table.
-        at = (first // PAGE_TOKENS).clamp(max=c.block_table_tensor.shape[1] - 1)
-        blocks = c.block_table_tensor[: c.num_reqs].gather(1, at[:, None])[:, 0].tolist()
-        writers = state.writers()
-        parts: list[Part] = []
-        for row, n in enumerate(counts.tolist()):
-            if n == 0:
-                continue
-            sequence = writers.get(blocks[row], -1)
-            if sequence < 0 or state.length(sequence) != int(first[row]):
-                raise RuntimeError(f"no request of this step writes token {int(first[row])} to block {blocks[row]}")
-            last = parts[-1] if parts else None
-            if last is not None and last.queries == n <= KERNEL_QUERIES:
-                last.sequences.append(sequence)
-            else:
-                parts.append(Part([sequence], starts[row], n))
-        decoding = bool(parts) and all(p.queries <= KERNEL_QUERIES for p in parts)
-        control = state.control
-        fires = decoding and control is not None and control.looks(control.layers[0], max(p.queries for p in parts))
-        return LaminaMetadata(starts[c.num_reqs], parts, fires)
+        c = common_attn_metadata
+        n, table = c.num_reqs, c.block_table_tensor
+        page_ids, lengths = self.page_ids[:n], self.lengths[:n]
+        if self.device.type == "cpu":
+            # Attention in torch goes through all columns.
+            page_ids = page_ids[:, : max(-(-int(c.seq_lens[:n].max()) // PAGE_TOKENS), 1)]
+        width = page_ids.shape[1]
+        lengths.copy_(c.seq_lens[:n])
+        page_ids.copy_(torch.where(self.first[:width] < lengths[:, None], table[:n, :width], -1))
+        if not page_ids.is_contiguous():
+            page_ids = page_ids.contiguous()
+        state, tokens, most = getattr(self.impl, "state", None), c.num_actual_tokens, c.max_query_len
+        alike = tokens == n * most and most <= self.most
+        appends = alike and self.device.type == "cuda" and not (state is not None and state.plans_closing)
+        parts = [Part(slice(0, n), 0, most)] if alike else _parts(c.query_start_loc_cpu[: n + 1].tolist())
+        if state is not None and state.canary is not None:
+            state.canary.decoding = Decoding(page_ids, lengths, most) if alike else None
+        return LaminaMetadata(parts, page_ids, lengths, c.slot_mapping[:tokens], appends)
+
+
+def _parts(starts: list[int]) -> list[Part]:
+    """Parts of a batch from where its rows' tokens start."""
+    parts: list[Part] = []
+    for row, (first, end) in enumerate(itertools.pairwise(starts)):
+        n, last = end - first, parts[-1] if parts else None
+        if n == 0:
+            continue
+        if last is not None and last.queries == n <= KERNEL_QUERIES and last.rows.stop == row:
+            parts[-1] = Part(slice(last.rows.start, row + 1), last.first, n)
+        else:
+            parts.append(Part(slice(row, row + 1), first, n))
+    return parts
+
+
+def most_appended(vllm_config: Any, kv_cache_spec: Any) -> int:
+    """Query tokens of a row up to which the decode kernel takes them; all rows have as many then."""
+    parallel = vllm_config.parallel_config
+    group = vllm_config.model_config.get_num_attention_heads(parallel) // kv_cache_spec.num_kv_heads
+    return min(KERNEL_QUERIES, MOST_QUERIES // group)
 
 
 class LaminaImpl(AttentionImpl[LaminaMetadata]):
@@ -179,12 +223,13 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
 
     Attributes
     ----------
-    state, layer : WorkerState, Layer
-        Where its pages are; set once vLLM's blocks are there.
+    state : WorkerState
+        Where its pages are; set once vLLM's blocks are there. Before, as while vLLM looks how much memory graphs take,
+        the output is zero.
     """
 
-    state: WorkerState
-    layer: Layer
+    state: WorkerState | None = None
+    index: int
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
@@ -208,33 +253,43 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
                 '--additional-config \'{"lamina": {"profile": PATH}}\''
             )
 
+    def attach(self, state: WorkerState, index: int) -> None:
+        """Tell where the pages are; this is the ``index``-th layer that runs."""
+        self.state, self.index = state, index
+        basis = state.bases[index]
+        state.bases[index] = replace(basis, softcap=self.softcap, sinks=self.sinks)
+
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
         attn_metadata: LaminaMetadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Store a step's rows ``[tokens, H, D]`` and attend from its queries."""
-        if attn_metadata is None:
+        state, step, i = self.state, attn_metadata, getattr(self, "index", 0)
+        if state is None or step is None:
             return output.zero_()
-        store, encoder = self.layer.store, self.layer.encoder
-        n = attn_metadata.tokens
-        k, v = key[:n], value[:n]
-        rows = [(k[:0].transpose(0, 1), v[:0].transpose(0, 1))] * len(store.sequences)
-        for part in attn_metadata.parts:
-            for i, sequence in enumerate(part.sequences):
-                at = slice(part.first + i * part.queries, part.first + (i + 1) * part.queries)
-                rows[sequence] = k[at].transpose(0, 1), v[at].transpose(0, 1)
-        store.append_rows(rows, (k, v))
-        view = store.view()
-        control = self.state.control if attn_metadata.fires else None
-        wants = control is not None and control.wants_spread
-        spread = gaussian_rows(self.state.codec, self.head_size) if wants else None
-        basis = replace(self.layer.basis, softcap=self.softcap, sinks=self.sinks, rows=spread)
-        for part in attn_metadata.parts:
-            at = slice(part.first, part.first + len(part.sequences) * part.queries)
-            q, *chunk = (x[at].unflatten(0, (-1, part.queries)).transpose(1, 2) for x in (query, key, value))
-            result = attend(q, view.of(part.sequences), basis, (chunk[0], chunk[1]))
-            output[at] = result.out.flatten(0, 1).to(output.dtype)
-            if control is not None and part is attn_metadata.parts[0]:
-                control.attended(self.layer.shape.index, q, store, encoder, basis, result)
+        view, basis = state.view(i, step.page_ids, step.lengths), state.bases[i]
+        if step.appends:
+            (part,) = step.parts
+            q, k, v = (_by_row(x, part) for x in (query, key, value))
+            kept = state.canary.kept[i] if state.canary is not None else None
+            new = NewRows(k, v, state.closer.damaged, 0, kept)
+            to = output[part.tokens].unflatten(0, (-1, part.queries))
+            result = attend_cuda(q, view, basis, new=new, out=to if basis.sinks is None else None)
+            if basis.sinks is not None:
+                to.copy_(result.with_sinks(basis.sinks).out)
+            return output
+        n = len(step.slots)
+        state.closer.write(i, key[:n], value[:n], step.slots, view)
+        for part in step.parts:
+            q, k, v = (_by_row(x, part) for x in (query, key, value))
+            of = replace(view, page_ids=view.page_ids[part.rows], lengths=view.lengths[part.rows])
+            output[part.tokens] = attend(q, of, basis, (k, v)).out.flatten(0, 1).to(output.dtype)
+        if state.canary is not None and state.canary.fires:
+            state.canary.kept[i] = q
         return output
+
+
+def _by_row(x: Tensor, part: Part) -> Tensor:
+    """Rows ``[tokens, H, D]`` of a part as ``[B, H, T, D]``."""
+    return x[part.tokens].unflatten(0, (-1, part.queries)).transpose(1, 2)

@@ -26,7 +26,7 @@ class EngineConfig:
         GB (1e9 bytes) for planes beyond the base, a worker; ``auto``: as much as the profile's tiers can take.
     tiers : int, (int, int) or list, optional
         Bits of pages that close; default the profile's.
-    sink, recent, rollback : int
+    sink, recent : int
         Exact windows, see :class:`lamina.WindowConfig`.
     controller : dict, "tuned" or None
         Fields of :class:`lamina.ControllerConfig`, or the settings in the profile; None keeps the tiers.
@@ -42,7 +42,6 @@ class EngineConfig:
     tiers: Any = None
     sink: int = 64
     recent: int = 256
-    rollback: int = 64
     controller: Any = None
     controller_state: str | None = None
     deterministic: bool = False
@@ -74,7 +73,7 @@ class EngineConfig:
 
     def window(self) -> WindowConfig:
         """The exact windows."""
-        return WindowConfig(self.sink, self.recent, self.rollback)
+        return WindowConfig(self.sink, self.recent, 0)
 
     def controller_settings(self) -> ControllerConfig | str | None:
         """The controller's settings."""
@@ -99,6 +98,12 @@ def engine_config(additional: Any) -> EngineConfig | None:
     if "profile" not in given:
         raise ConfigError(f"additional_config[{KEY!r}] names no profile; see `lamina calibrate`")
     return _build(EngineConfig, given, KEY)
+
+
+def decode_tokens(vllm_config: Any) -> int:
+    """Query tokens of a request that decodes, drafts included."""
+    speculative = vllm_config.speculative_config
+    return 1 if speculative is None else 1 + speculative.num_speculative_tokens
 
 
 def tiers_from_json(given: Any) -> Any:

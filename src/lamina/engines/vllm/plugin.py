@@ -47,18 +47,25 @@ def __getattr__(name: str) -> Any:
 
 def _hook_workers() -> None:
     """Have workers tell Lamina of their memory, of their blocks, and of every step."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.platforms import current_platform
     from vllm.v1.worker.gpu_worker import Worker
 
     if getattr(Worker, HOOKED, False):
         return
     from lamina.engines.vllm import worker
 
+    kinds: list[type] = [Worker]
+    if current_platform.is_cpu():
+        # Its import turns parts of torch.accelerator off, which GPUs need.
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        kinds.append(CPUWorker)
+
     setattr(Worker, HOOKED, True)
     _wrap(Worker, "initialize_from_config", worker.initialize)
     _wrap(Worker, "execute_model", worker.execute)
     _wrap(Worker, "shutdown", worker.shutdown)
-    for kind in (Worker, CPUWorker):
+    for kind in kinds:
         _wrap(kind, "determine_available_memory", worker.available_memory)
     for name in worker.CALLS:
         setattr(Worker, f"lamina_{name}", getattr(worker, name))

@@ -2,169 +2,91 @@
 
 import math
 import time
-from collections import Counter
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lamina.attention.dispatch import page_writer
 from lamina.attention.types import ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile, Profile
 from lamina.basis.transforms import LayerTransform
 from lamina.codec import PAGE_TOKENS, CodecConfig
-from lamina.codec.packing import SLABS_OF_BITS
 from lamina.control.live import LiveControl
 from lamina.control.state import Controller, Firing
-from lamina.engines.vllm.blocks import BlockArena, BlockStore
-from lamina.engines.vllm.config import AUTO, EngineConfig
+from lamina.engines.vllm.canary import StepCanary
+from lamina.engines.vllm.closing import Tiers, closer_of
+from lamina.engines.vllm.config import EngineConfig
 from lamina.engines.vllm.metrics_file import replace_json
-from lamina.errors import ConfigError
-from lamina.pages.config import WindowConfig
-from lamina.pages.layout import RecordLayout
-from lamina.pages.pool import Budget, Field, Pool
+from lamina.engines.vllm.pages import BlockPages
+from lamina.engines.vllm.sizes import LayerShape, Sizes
+from lamina.errors import ConfigError, MemoryBudgetError
+from lamina.pages.table import START
+from lamina.pages.view import StoreView
 
 SHED_SHARE = 1 / 64
 """Share of the arena that is freed at a time once it is full."""
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """One attention layer of this worker: its index in the model, KV heads, the first of them, and head dimension."""
+class Model:
+    """What a worker's pages have to know of its model.
 
-    index: int
-    n_heads: int
-    first_head: int
-    head_dim: int
+    Attributes
+    ----------
+    profile : Profile
+        Calibrated for it.
+    shapes : list of LayerShape
+        The attention layers of this worker, in the order in which they run.
+    scaling : list of float
+        Factor on q.k, one a layer.
+    dtype : torch.dtype
+        Of the engine's rows.
+    n_queries : int
+        Query heads of this worker.
+    most_requests, decode_tokens : int
+        Requests of a step, and query tokens of one that decodes, at most.
+    """
 
-    @property
-    def layout(self) -> RecordLayout:
-        """Records that fill whole blocks of vLLM, which count bytes a token and head."""
-        return RecordLayout(self.n_heads, self.head_dim, align=self.n_heads * PAGE_TOKENS)
+    profile: Profile
+    shapes: list[LayerShape]
+    scaling: list[float]
+    dtype: torch.dtype
+    n_queries: int
+    most_requests: int
+    decode_tokens: int = 1
 
 
 @dataclass
-class Layer:
-    """What attention of one layer needs."""
-
-    shape: LayerShape
-    store: BlockStore
-    encoder: PageEncoder
-    basis: ReadBasis
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How a worker's bytes for the KV cache are shared out.
+class Request:
+    """A request's blocks, in order of position, and what has become of its pages.
 
     Attributes
     ----------
-    blocks : int
-        Blocks of vLLM.
-    block_bytes : int
-        Bytes of a block over all layers.
-    slabs : int
-        Slots of the arena.
-    slab_bytes : int
-        Bytes of a slot.
-    exact_pages : int
-        Exact pages, open ones included.
-    exact_bytes : int
-        Bytes of an exact page over all layers.
+    blocks : list of int
+        All that it has.
+    length : int
+        Tokens that are stored and stay, those of the step that runs included.
+    opened, closed : int
+        How many of its blocks, from the first on, are pages already, and how many of them are full and encoded.
+    held : deque of int
+        Pages past the sink whose exact rows it holds, oldest first.
     """
 
-    blocks: int
-    block_bytes: int
-    slabs: int
-    slab_bytes: int
-    exact_pages: int
-    exact_bytes: int
+    blocks: list[int]
+    length: int = 0
+    opened: int = 0
+    closed: int = 0
+    held: deque[int] = field(default_factory=deque)
 
 
-def sizes(
-    available: int, shapes: list[LayerShape], itemsize: int, tiers: list[tuple[int, int]], arena_gb: float | str,
-    most_exact: int,
-) -> Sizes:  # fmt: skip
-    """Share bytes out over base planes, the arena and exact rows.
-
-    Parameters
-    ----------
-    available : int
-        Bytes that there are.
-    shapes : list of LayerShape
-        The layers.
-    itemsize : int
-        Bytes of a number of the engine's rows.
-    tiers : list of (int, int)
-        Bits that pages are written with, one pair a layer.
-    arena_gb : float or "auto"
-        GB for planes beyond the base; ``auto``: as many as the tiers take in every block.
-    most_exact : int
-        Exact pages that can be needed at a time.
-
-    Raises
-    ------
-    ConfigError
-        If that leaves no block.
-    """
-    slab_bytes = max(s.layout.slab_bytes for s in shapes)
-    block = sum(s.layout.record_bytes for s in shapes)
-    exact = sum(8 * s.layout.slab_bytes * itemsize for s in shapes)
-    planes = sum(SLABS_OF_BITS[b] - 1 for pair in tiers for b in pair)
-    if arena_gb == AUTO:
-        each, arena = block + planes * slab_bytes, 0
-    else:
-        each, arena = block, int(float(arena_gb) * 1e9)
-    # Fewer blocks than exact pages need no more exact pages than blocks.
-    blocks = max((available - arena - most_exact * exact) // each, 0)
-    if blocks < most_exact:
-        blocks = max((available - arena) // (each + exact), 0)
-    if blocks < 2:
-        raise ConfigError(
-            f"{available / 1e9:.3g} GB for the KV cache hold no block beside {arena / 1e9:.3g} GB of arena and exact "
-            "rows; give vLLM more memory, or lower arena_gb, max_num_seqs or max_num_batched_tokens"
-        )
-    slabs = blocks * planes if arena_gb == AUTO else arena // slab_bytes
-    return Sizes(blocks, block, slabs, slab_bytes, min(most_exact, blocks), exact)
-
-
-def exact_pages(window: WindowConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Exact pages that can be needed at a time: windows, open pages, and what a step adds before it lets go."""
-    kept = (window.sink + window.recent + window.rollback) // PAGE_TOKENS + 2
-    return max_num_seqs * (kept + 1) + max_num_batched_tokens // PAGE_TOKENS + 1
-
-
-class Requests:
-    """Which requests the sequences are, and where their blocks lie.
-
-    Attributes
-    ----------
-    blocks : list of list of int
-        Blocks of each sequence.
-    """
-
-    def __init__(self) -> None:
-        self.index: dict[str, int] = {}
-        self.names: list[str] = []
-        self.blocks: list[list[int]] = []
-
-    def add(self, name: str, blocks: list[int]) -> None:
-        """Add a request."""
-        self.index[name] = len(self.names)
-        self.names.append(name)
-        self.blocks.append(list(blocks))
-
-    def remove(self, name: str) -> int:
-        """Give up a request; the last one takes its place, which is returned."""
-        at = self.index.pop(name)
-        last = self.names.pop()
-        blocks = self.blocks.pop()
-        if last != name:
-            self.names[at], self.blocks[at], self.index[last] = last, blocks, at
-        return at
+def on_one_rank(x: Any) -> Any:
+    """The mean over ranks, of one."""
+    return x
 
 
 class WorkerState:
@@ -174,49 +96,51 @@ class WorkerState:
     ----------
     config : EngineConfig
         What the user set.
-    profile : Profile
-        Calibrated for the model.
-    shapes : list of LayerShape
-        The attention layers, in the order in which they run.
-    scaling : list of float
-        Factor on q.k, one a layer.
+    model : Model
+        What is served.
     records : list of Tensor
         uint8 ``[blocks, record_bytes]`` a layer: vLLM's own memory.
-    dtype : torch.dtype
-        Of the engine's rows.
     shares : Sizes
         How large the pools are.
+    tiers : list of (int, int)
+        Bits to start with, one pair a layer.
     controller : Controller, optional
         Decides the tiers.
+    mean_losses : callable
+        Averages predicted losses over the ranks of tensor parallelism, that all shed alike.
+
+    Attributes
+    ----------
+    plans_closing : bool
+        Whether pages close within the step that runs, layer by layer.
     """
 
     def __init__(
-        self, config: EngineConfig, profile: Profile, shapes: list[LayerShape], scaling: list[float],
-        records: list[Tensor], dtype: torch.dtype, shares: Sizes, tiers: list[tuple[int, int]],
-        controller: Controller | None = None,
+        self, config: EngineConfig, model: Model, records: list[Tensor], shares: Sizes, tiers: list[tuple[int, int]],
+        controller: Controller | None = None, mean_losses: Callable[[Tensor], Tensor] = on_one_rank,
     ) -> None:  # fmt: skip
-        self.config, self.window, self.shares, self.codec = config, config.window(), shares, CodecConfig()
-        self.profile_tiers, self.fixed_tiers, self.controller = profile.tiers, tiers, controller
-        self.requests = Requests()
-        self.control = LiveControl(controller, [s.index for s in shapes]) if controller is not None else None
-        h, d, device = shapes[0].n_heads, shapes[0].head_dim, records[0].device
-        self.arena = Pool(Budget(), Field((h, PAGE_TOKENS, d // 4), torch.uint8, device))
-        self.arena.reserve(shares.slabs)
-        if self.control is not None:
-            self.control.on_firing = self._fired
+        self.config, self.model, self.shares, self.codec = config, model, shares, CodecConfig()
+        self.window, self.mean_losses = config.window(), mean_losses
+        self.fixed_tiers, self.controller = tiers, controller
+        device = records[0].device
+        self.pages = BlockPages(model.shapes[0].layout, model.dtype, records, shares.slabs, shares.exact_pages)
+        encoders = [
+            PageEncoder(_heads_of(model.profile.layers[s.index], s), self.codec, scale, device)
+            for s, scale in zip(model.shapes, model.scaling)
+        ]
+        self.bases = [ReadBasis(e.q_forward, e.v_back, e.mean_v, e.kappa, e.scaling) for e in encoders]
+        self.closer = closer_of(self.pages, encoders, model.dtype)
+        self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
-        self.told = -math.inf
-        self.decided = self.tiers
-        self.layers: dict[int, Layer] = {}
-        for n, (shape, scale, rows) in enumerate(zip(shapes, scaling, records)):
-            encoder = PageEncoder(_heads_of(profile.layers[shape.index], shape), self.codec, scale, device)
-            arena = BlockArena(shape.layout, dtype, rows, self.arena, shares.exact_pages, self.make_room)
-            store = BlockStore(
-                arena, self.requests.blocks, window=self.window, writer=page_writer(encoder, dtype),
-                tiers=lambda n=n: self.tiers[n], name=f"layer {shape.index}",
+        self.told, self.decided, self.plans_closing = -math.inf, self.tiers, False
+        self.canary: StepCanary | None = None
+        if controller is not None:
+            control = LiveControl(controller, [s.index for s in model.shapes])
+            control.on_firing = self._fired
+            self.canary = StepCanary(
+                control, self.pages, self.bases, encoders, model.n_queries, model.most_requests, model.decode_tokens,
+                self.window,
             )  # fmt: skip
-            basis = ReadBasis(encoder.q_forward, encoder.v_back, encoder.mean_v, encoder.kappa, encoder.scaling)
-            self.layers[shape.index] = Layer(shape, store, encoder, basis)
 
     @property
     def tiers(self) -> list[tuple[int, int]]:
@@ -228,10 +152,9 @@ class WorkerState:
         """Average of :attr:`tiers`."""
         return sum(bits for pair in self.tiers for bits in pair) / (2 * len(self.tiers))
 
-    @property
-    def stores(self) -> list[BlockStore]:
-        """Page stores, in the order in which the layers run."""
-        return [layer.store for layer in self.layers.values()]
+    def view(self, layer: int, page_ids: Tensor, lengths: Tensor) -> StoreView:
+        """What attention of a layer, counted as they run, reads of sequences."""
+        return self.pages.view(layer, page_ids, lengths, self.window)
 
     def begin_step(self, output: Any) -> None:
         """Take in what the scheduler says of a step: requests that came, went, or go on, and their blocks.
@@ -241,90 +164,58 @@ class WorkerState:
         output : SchedulerOutput
             vLLM's.
         """
-        for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
+        if self.canary is not None:
+            self.canary.end_step()
+        self._close([p for r in self.requests.values() for p in _full(r, r.length)])
+        running, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        preempted = output.preempted_req_ids or ()
+        for name in [*output.finished_req_ids, *preempted, *running.resumed_req_ids]:
             self._remove(name)
-        running = output.scheduled_cached_reqs
-        self.counts["preempted"] += len({*(output.preempted_req_ids or ()), *running.resumed_req_ids})
-        for name in running.resumed_req_ids:
-            self._remove(name)
+        self.counts["preempted"] += len({*preempted, *running.resumed_req_ids})
         added = [
             b for new in output.scheduled_new_reqs for b in new.block_ids[0][new.num_computed_tokens // PAGE_TOKENS :]
         ]
         added += [b for new in running.new_block_ids if new is not None for b in new[0]]
-        self._drop_stale(set(added), set(output.num_scheduled_tokens))
+        self._drop_stale(set(added), set(counts))
+        planned: list[int] = []
+        drafts = getattr(output, "scheduled_spec_decode_tokens", {})
+        for name, blocks, computed in zip(running.req_ids, running.new_block_ids, running.num_computed_tokens):
+            if name not in self.requests:
+                self._add(name, blocks[0], computed)
+            elif blocks is not None:
+                self.requests[name].blocks += blocks[0]
+            planned += self._advance(name, computed, counts[name], len(drafts.get(name, ())))
+        # Those that are new may find blocks that others fill in this step.
         for new in output.scheduled_new_reqs:
             self._remove(new.req_id)
             self._add(new.req_id, new.block_ids[0], new.num_computed_tokens)
-        back: dict[int, int] = {}
-        for name, blocks, computed in zip(running.req_ids, running.new_block_ids, running.num_computed_tokens):
-            if name not in self.requests.index:
-                self._add(name, blocks[0], computed)
-                continue
-            at = self.requests.index[name]
-            if blocks is not None:
-                self.requests.blocks[at] += blocks[0]
-            if computed < self.length(at):
-                back[at] = computed
-        if back:
-            lengths = [back.get(i, s.length) for i, s in enumerate(self.stores[0].sequences)]
-            for store in self.stores:
-                store.crop(lengths)
-
-    def length(self, sequence: int) -> int:
-        """Tokens stored of a sequence."""
-        return self.stores[0].sequences[sequence].length
-
-    def writers(self) -> dict[int, int]:
-        """Block that a sequence's next token goes to -> the sequence; no two write to the same block."""
-        blocks = enumerate(self.requests.blocks)
-        return {own[at]: i for i, own in blocks if (at := self.length(i) // PAGE_TOKENS) < len(own)}
-
-    def make_room(self, short: int) -> None:
-        """Free at least ``short`` slots of the arena by dropping the planes of least predicted loss."""
-        if self.config.deterministic:
-            return
-        wanted = max(short, int(self.arena.slots * SHED_SHARE))
-        freed = len(self.arena.free)
-        target = freed + wanted
-        while len(self.arena.free) < target:
-            cost = torch.stack([store.arena.losses() for store in self.stores])
-            n = min(target - len(self.arena.free), int(torch.isfinite(cost).sum()))
-            if n <= 0:
-                break
-            # Ties go by layer, then page, on all ranks alike.
-            order = torch.sort(cost.flatten(), stable=True).indices[:n]
-            _, pages, sides = cost.shape
-            for flat in order.tolist():
-                self.stores[flat // (pages * sides)].arena.shed(flat // sides % pages, flat % sides)
-                self.counts["planes_shed"] += 1
+            planned += self._advance(new.req_id, new.num_computed_tokens, counts[new.req_id], 0)
+        self._plan(planned)
+        self.pages.flush()
+        if self.canary is not None:
+            found = set(counts.values())
+            decoding = len(found) == 1 and max(found) <= self.model.decode_tokens
+            longest = max((r.length for r in self.requests.values()), default=0)
+            self.canary.begin_step(found.pop() if decoding else None, longest)
 
     def stats(self) -> dict[str, Any]:
         """Figures of this worker: bytes by kind, bits, what was shed, and what the controller decided."""
-        memory: Counter[str] = Counter()
-        for store in self.stores:
-            parts = store.memory()
-            parts["codes"] -= self.arena.n_bytes
-            memory.update(parts)
-        memory["arena"] = self.arena.n_bytes
-        packed, pages = (sum(x) for x in zip(*(store.arena.packed_bytes() for store in self.stores)))
-        layout = self.stores[0].layout
+        packed, pages = self.pages.packed_bytes()
+        arena, exact = self.pages.free_slabs, self.pages.free_exact
+        counted = ("preempted", "planes_shed", "hits", "hits_below_tier", "firings", "tier_changes")
         found: dict[str, Any] = {
-            "requests": len(self.requests.names),
-            "tokens": sum(s.length for s in self.stores[0].sequences),
-            "bits_history": packed / (pages * layout.slab_bytes) if pages else None,
+            "requests": len(self.requests),
+            "tokens": sum(r.length for r in self.requests.values()),
+            "bits_history": packed / (pages * self.pages.layout.slab_bytes) if pages else None,
             "bits_average": self.average_bits,
             "tiers": self.tiers,
-            "bytes": dict(memory),
-            "arena_slots": self.arena.slots,
-            "arena_used": self.arena.slots - len(self.arena.free),
-            "exact_pages": self.shares.exact_pages,
-            "exact_used": max(store.arena.exact.slots - len(store.arena.exact.free) for store in self.stores),
-            "preempted": self.counts["preempted"],
-            "planes_shed": self.counts["planes_shed"],
-            "hits": self.counts["hits"],
-            "hits_below_tier": self.counts["hits_below_tier"],
-            "firings": self.counts["firings"],
-            "tier_changes": self.counts["tier_changes"],
+            "bytes": self.pages.memory(),
+            "arena_slots": arena.size,
+            "arena_used": arena.used,
+            "exact_pages": exact.size,
+            "exact_used": exact.used,
+            "non_finite": int(self.closer.damaged),
+            **{name: self.counts[name] for name in counted},
         }
         if self.controller is not None:
             found["controller"] = self.controller.snapshot()
@@ -343,26 +234,103 @@ class WorkerState:
         self.counts["tier_changes"] += sum(a != b for x, y in zip(before, firing.tiers) for a, b in zip(x, y))
 
     def _add(self, name: str, blocks: list[int], tokens: int) -> None:
-        self.requests.add(name, blocks)
-        for store in self.stores:
-            store.add(tokens)
-        hits = blocks[: tokens // PAGE_TOKENS]
-        self.counts["hits"] += len(hits)
-        if hits:
-            below = max(store.arena.below_tier(hits) for store in self.stores)
-            self.counts["hits_below_tier"] += below
+        """Add a request whose first tokens are stored in its blocks already."""
+        n = tokens // PAGE_TOKENS
+        hits, first = blocks[:n], max(self.window.sink, self.window.exact_from(tokens))
+        held = [p for i, p in enumerate(hits) if i * PAGE_TOKENS >= first and self.pages.exact_slot(p) >= 0]
+        self.pages.retain(hits, held)
+        self.requests[name] = Request(list(blocks), tokens, n, n, deque(held))
+        self.counts["hits"] += n
+        self.counts["hits_below_tier"] += self.pages.below_tier(hits) if hits else 0
 
     def _remove(self, name: str) -> None:
-        if name in self.requests.index:
-            at = self.requests.remove(name)
-            for store in self.stores:
-                store.remove(at)
+        request = self.requests.pop(name, None)
+        if request is not None:
+            self.pages.release(request.blocks[: request.opened], request.held)
 
     def _drop_stale(self, added: set[int], scheduled: set[str]) -> None:
         """Give up requests whose blocks went to others without word, as those of a preempted one may."""
-        index, blocks = self.requests.index, self.requests.blocks
-        for name in [x for x in index if x not in scheduled and not added.isdisjoint(blocks[index[x]])]:
+        for name in [x for x, r in self.requests.items() if x not in scheduled and not added.isdisjoint(r.blocks)]:
             self._remove(name)
+
+    def _advance(self, name: str, computed: int, n: int, drafts: int) -> list[int]:
+        """Open pages for the next ``n`` tokens of a request, ``drafts`` of which may be taken back.
+
+        Returns
+        -------
+        list of int
+            Pages that close within the step: those that a part of a prompt fills. What decoding fills closes before
+            the next step, when it is known which tokens stay.
+        """
+        request, window = self.requests[name], self.window
+        if computed < request.closed * PAGE_TOKENS:
+            raise RuntimeError(
+                f"request {name} goes back to token {computed}, but {request.closed * PAGE_TOKENS} are encoded already"
+            )
+        self._close(_full(request, computed))
+        past = max(window.sink, window.exact_from(computed))
+        gone = []
+        starts = self.pages.cells[0, :, START]
+        while request.held and starts[request.held[0]] < past and not self.pages.is_open(request.held[0]):
+            gone.append(request.held.popleft())
+        if gone:
+            self.pages.let_go(gone)
+        known = computed + n - drafts
+        closes = known // PAGE_TOKENS if n > self.model.decode_tokens else request.closed
+        last, recent = -(-(computed + n) // PAGE_TOKENS), window.exact_from(known)
+        new = range(request.opened, last)
+        if new:
+            at = [i * PAGE_TOKENS for i in new]
+            exact = [i >= closes or start < window.sink or start >= recent for i, start in zip(new, at)]
+            held = [has and start >= window.sink for has, start in zip(exact, at)]
+            pages = request.blocks[request.opened : last]
+            self.pages.open(pages, at, exact, held)
+            request.held.extend(page for page, holds in zip(pages, held) if holds)
+            request.opened = last
+        planned = request.blocks[request.closed : closes]
+        request.closed, request.length = max(request.closed, closes), known
+        return planned
+
+    def _close(self, pages: list[int]) -> None:
+        """Encode pages now, from their exact rows."""
+        if pages:
+            tiers = self._room(len(pages))
+            self.pages.close(pages, tiers)
+            self.closer.now(pages, tiers)
+
+    def _plan(self, pages: list[int]) -> None:
+        """Have pages encoded within the step."""
+        tiers: Tiers = self._room(len(pages)) if pages else []
+        if pages:
+            self.pages.close(pages, tiers)
+        self.closer.plan(pages, tiers)
+        self.plans_closing = bool(pages)
+
+    def _room(self, n: int) -> Tiers:
+        """Bits of ``n`` pages that close: the tiers, or as many as there is room for once planes were shed."""
+        slots = self.pages.free_slabs
+        for most in (8, 4, 2):
+            tiers = [(min(k, most), min(v, most)) for k, v in self.tiers]
+            short = self.pages.slabs_needed(n, tiers) - slots.left
+            if short > 0 and not self.config.deterministic:
+                wanted = max(short, int(slots.size * SHED_SHARE))
+                self.counts["planes_shed"] += self.pages.shed(wanted, self.mean_losses)
+                short = self.pages.slabs_needed(n, tiers) - slots.left
+            if short <= 0:
+                return tiers
+            if self.config.deterministic:
+                break
+        raise MemoryBudgetError(f"the arena is full: {short} slots more are needed of {slots.size}")
+
+
+def _full(request: Request, tokens: int) -> list[int]:
+    """Pages that the first ``tokens`` tokens fill and that are not encoded yet; they count as encoded from now on."""
+    n = tokens // PAGE_TOKENS
+    if n <= request.closed:
+        return []
+    pages = request.blocks[request.closed : n]
+    request.closed = n
+    return pages
 
 
 def _heads_of(layer: LayerProfile | None, shape: LayerShape) -> LayerProfile:

@@ -8,18 +8,23 @@ from typing import Any
 
 import torch
 
+from lamina.attention.cuda.gpu import objection
 from lamina.basis.geometry import ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
 from lamina.control.state import Controller
 from lamina.engines.hf_settings import check_canary, make_controller, parse_tiers
-from lamina.engines.vllm.config import AUTO, EngineConfig, engine_config, tiers_from_json
+from lamina.engines.vllm.config import AUTO, EngineConfig, decode_tokens, engine_config, tiers_from_json
 from lamina.engines.vllm.metrics_file import replace_json, stats_path
-from lamina.engines.vllm.state import LayerShape, Sizes, WorkerState, exact_pages, sizes
+from lamina.engines.vllm.sizes import LayerShape, Sizes, exact_pages, sizes
+from lamina.engines.vllm.state import Model, WorkerState
 from lamina.errors import ConfigError, LaminaError, UnsupportedModelError
 
 CALLS = ("stats", "set_tiers", "freeze", "save_controller", "load_controller", "call")
 """Functions of this module that ``collective_rpc`` reaches as ``lamina_NAME``."""
+
+SCRATCH = 1 << 30
+"""Bytes of a GPU that attention of long chunks takes while it runs, at most."""
 
 logger = logging.getLogger("vllm.lamina")
 
@@ -72,14 +77,15 @@ def initialize(worker: Any, inner: Any, kv_cache_config: Any) -> None:
     check_canary(controller, config.window())
     if controller is not None:
         controller.reduce = _mean_over_ranks
-    layers = _attention_layers(worker)
-    records = [_records(layer.kv_cache, shape) for layer, shape in zip(layers.values(), setup.shapes)]
-    state = WorkerState(
-        config, setup.profile, setup.shapes, [layer.impl.scale for layer in layers.values()], records,
-        worker.model_config.dtype, shares, setup.tiers, controller,
+    layers = list(_attention_layers(worker).values())
+    records = [_records(layer.kv_cache, shape) for layer, shape in zip(layers, setup.shapes)]
+    model = Model(
+        setup.profile, setup.shapes, [layer.impl.scale for layer in layers], worker.model_config.dtype,
+        layers[0].impl.num_heads, worker.vllm_config.scheduler_config.max_num_seqs, decode_tokens(worker.vllm_config),
     )  # fmt: skip
-    for layer, shape in zip(layers.values(), setup.shapes):
-        layer.impl.state, layer.impl.layer = state, state.layers[shape.index]
+    state = WorkerState(config, model, records, shares, setup.tiers, controller, _mean_losses)
+    for i, layer in enumerate(layers):
+        layer.impl.attach(state, i)
     worker.lamina, worker.lamina_setup = state, None
     if config.controller_state is not None and Path(config.controller_state).is_file():
         load_controller(worker, config.controller_state)
@@ -109,9 +115,10 @@ def shutdown(worker: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
 def summary(worker: Any, state: WorkerState) -> str:
     """One line: bits, tokens of capacity and requests at the model's length, next to 16 bits."""
     shares, length = state.shares, worker.model_config.max_model_len
-    dense = sum(16 * layer.shape.layout.slab_bytes for layer in state.layers.values())
+    dense = sum(16 * shape.layout.slab_bytes for shape in state.model.shapes)
     parts = {
         "blocks": shares.blocks * shares.block_bytes,
+        "tables": shares.blocks * shares.book_bytes,
         "arena": shares.slabs * shares.slab_bytes,
         f"{shares.exact_pages} exact pages": shares.exact_pages * shares.exact_bytes,
     }
@@ -135,8 +142,8 @@ def stats(worker: Any) -> dict[str, Any]:
 def set_tiers(worker: Any, tiers: Any) -> None:
     """Set the bits of pages that close from now on; the controller, if there is one, must be frozen."""
     state = _state(worker)
-    parsed = parse_tiers(tiers_from_json(tiers), state.profile_tiers)
-    chosen = [parsed[i] for i in state.layers]
+    parsed = parse_tiers(tiers_from_json(tiers), state.model.profile.tiers)
+    chosen = [parsed[s.index] for s in state.model.shapes]
     if state.config.deterministic:
         raise ConfigError("tiers are fixed: the engine was started with deterministic")
     if state.controller is None:
@@ -213,7 +220,7 @@ def _attention_layers(worker: Any) -> dict[int, Any]:
 def _set_up(worker: Any, config: EngineConfig, n_bytes: int) -> Setup:
     """Check the engine against the profile, and share its bytes out."""
     vllm_config = worker.vllm_config
-    _refuse(vllm_config)
+    _refuse(worker, config)
     profile = Profile.load(config.profile)
     geometry = model_geometry(vllm_config.model_config.hf_config)
     profile.check_model(geometry)
@@ -226,16 +233,26 @@ def _set_up(worker: Any, config: EngineConfig, n_bytes: int) -> Setup:
         raise UnsupportedModelError("the model's attention layers differ in KV heads or head dimension")
     parsed = parse_tiers(config.tiers, profile.tiers)
     tiers = [parsed[s.index] for s in shapes]
-    most = exact_pages(config.window(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    queries = decode_tokens(vllm_config)
+    most = exact_pages(config.window(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens, queries)
+    n_bytes -= SCRATCH * (worker.device.type == "cuda")
     shares = sizes(n_bytes, shapes, worker.model_config.dtype.itemsize, tiers, config.arena_gb, most)
     return Setup(config, profile, geometry, shapes, tiers, shares)
 
 
-def _refuse(vllm_config: Any) -> None:
+def _refuse(worker: Any, config: EngineConfig) -> None:
     """Raise UnsupportedModelError naming an option that Lamina does not serve."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    vllm_config = worker.vllm_config
+    cache, parallel, speculative = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
+    device, head_dim = worker.device, vllm_config.model_config.get_head_size()
+    problem = None if device.type == "cpu" else objection(device, vllm_config.model_config.dtype, head_dim)
     refused = {
-        f"device {vllm_config.device_config.device_type} (CPUs so far)": vllm_config.device_config.device_type != "cpu",
+        f"this model on {device.type}: {problem}": problem is not None,
+        "speculative decoding with asynchronous scheduling (give --no-async-scheduling)": speculative is not None
+        and bool(vllm_config.scheduler_config.async_scheduling),
+        f"speculative decoding by {getattr(speculative, 'method', None)} (give ngram)": speculative is not None
+        and speculative.method != "ngram",
+        "a controller with pipeline parallelism": config.controller is not None and parallel.pipeline_parallel_size > 1,
         f"--block-size {cache.block_size} (give 64)": cache.block_size != 64,
         f"--kv-cache-dtype {cache.cache_dtype} (leave it at auto)": cache.cache_dtype != "auto",
         "a KV connector": vllm_config.kv_transfer_config is not None,
@@ -266,6 +283,15 @@ def _mean_over_ranks(table: list[list[float]]) -> list[list[float]]:
     group = get_tp_group()
     if group.world_size == 1:
         return table
-    flat = torch.tensor([x for row in table for x in row] or [0.0], dtype=torch.float64, device=group.device)
-    mean = (group.all_reduce(flat) / group.world_size).tolist()
+    flat = torch.tensor([x for row in table for x in row] or [0.0], dtype=torch.float64)
+    torch.distributed.all_reduce(flat, group=group.cpu_group)
+    mean = (flat / group.world_size).tolist()
     return [[mean.pop(0) for _ in row] for row in table]
+
+
+def _mean_losses(losses: torch.Tensor) -> torch.Tensor:
+    """Predicted losses averaged over the ranks of tensor parallelism, so that all shed alike."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    return losses if group.world_size == 1 else group.all_reduce(losses) / group.world_size
