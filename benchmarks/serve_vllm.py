@@ -8,8 +8,8 @@ same order. All requests of a load come at once; ``maxx32768``: as many as the c
 ``--new-tokens`` steps have been timed in which all of them decode. Steps that prefill later prompts decode the earlier
 ones too, which ``prefill_tokens_s`` (all prompts, until the last one's first token) includes. With ``--prefix-hits``
 the prefix cache is on, requests share the first part of their prompts, which an earlier request left behind, and a pass
-lasts until all are answered. Rows are appended to the CSV as they come; what an arm says of itself, to a ``.jsonl``
-beside it.
+lasts until all are answered. Rows are appended to the CSV as they come; what an arm says of itself, to a
+``.jsonl`` beside it. With ``--filled`` prompts are not computed, see ``filled_cache.py``: for decoding alone.
 """
 
 import argparse
@@ -106,6 +106,8 @@ def hadamard_profile(config: Any, path: Path) -> Path:
 
 def extra_tokens(args: argparse.Namespace, batch: int, length: int) -> int:
     """Tokens a request may generate: those timed, and those while later prompts are prefilled."""
+    if args.filled:
+        length = PAGE
     steps = 0 if args.prefix_hits else 16 + math.ceil(1.25 * batch * length / max(1, args.batched_tokens - batch))
     return int(args.new_tokens + steps)
 
@@ -118,7 +120,8 @@ def engine_options(args: argparse.Namespace, arm: str, positions: int) -> Row:
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0, "max_num_seqs": most,
         "tensor_parallel_size": args.tensor_parallel, "gpu_memory_utilization": args.utilization,
         "max_model_len": args.max_model_len or min(positions, max(3072, longest)), "enforce_eager": args.eager,
-        "max_num_batched_tokens": args.batched_tokens, "enable_prefix_caching": args.prefix_hits is not None,
+        "max_num_batched_tokens": args.batched_tokens,
+        "enable_prefix_caching": args.prefix_hits is not None or args.filled,
     }  # fmt: skip
     if not args.eager:
         sizes = {2**i for i in range(most.bit_length())} | {most} | {x.batch or most for x in args.load}
@@ -162,6 +165,11 @@ class Engine:
         self.facts = {"kv_tokens": self.blocks * self.block_size, "gpu_gb": round((total - free) / 1e9, 1)}
         said = {"init_s": round(took, 1), "block_size": self.block_size, "max_model_len": self.max_len, **self.facts}
         said["logprobs"] = round(sum(o.cumulative_logprob for o in found), 4)
+        if self.args.filled:
+            from filled_cache import fill, find_everything
+
+            self.llm.collective_rpc(fill)
+            find_everything(self.llm)
         return said | {"greedy": [list(o.token_ids) for o in found]}
 
     def _generate(self, prompts: list[list[int]], tokens: int, **more: Any) -> list[Any]:
@@ -334,6 +342,7 @@ def arguments() -> argparse.Namespace:
     add("--max-model-len", type=int, help="default what the loads need")
     add("--max-num-seqs", type=int, help="default the largest load; 128 where as many as fit are asked for")
     add("--prefix-hits", nargs="+", type=float, help="shares of the prompts that requests have in common, below 1")
+    add("--filled", action="store_true", help="time decoding over prompts that were not computed")
     add("--eager", action="store_true")
     add("--cudagraph", default="FULL_DECODE_ONLY", choices=["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "default"])
     add("--compile", default="0", choices=["0", "default"])
@@ -343,6 +352,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.model is None) == (args.shape is None) or (args.layers and not args.shape):
         parser.error("give a model's folder or --shape; --layers needs --shape")
+    if args.filled and args.prefix_hits:
+        parser.error("--filled finds all prompts; leave --prefix-hits out")
     if not all(0 <= x < 1 for x in args.prefix_hits or []):
         parser.error("--prefix-hits are from 0 to below 1")
     args.arm = list(dict.fromkeys(args.arm or ARMS))
@@ -385,7 +396,7 @@ def main() -> None:
             "machine": environment()["device"], "vllm": vllm.__version__, "torch": torch.__version__,
             "shape": args.shape or model.resolve().name, "layers": config.get_text_config().num_hidden_layers,
             "tensor_parallel": args.tensor_parallel, "new_tokens": args.new_tokens,
-            "settings": f"{graphs}, {step}, lamina {json.dumps(args.lamina)}",
+            "settings": f"{graphs}, {step}, lamina {json.dumps(args.lamina)}" + ", filled" * args.filled,
         }  # fmt: skip
         for arm, tiers in ((a, t) for a in args.arm for t in (args.tiers if a == "lamina" else [None])):
             if time.perf_counter() - BEGAN > args.deadline:

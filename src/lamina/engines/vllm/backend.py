@@ -273,6 +273,7 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
             (part,) = step.parts
             q, k, v = (_by_row(x, part) for x in (query, key, value))
             kept = state.canary.kept[i] if state.canary is not None else None
+            kept = kept if part.queries <= state.model.decode_tokens else None
             new = NewRows(k, v, state.closer.damaged, 0, kept)
             to = output[part.tokens].unflatten(0, (-1, part.queries))
             result = attend_cuda(q, view, basis, new=new, out=to if basis.sinks is None else None)
