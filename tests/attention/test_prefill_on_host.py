@@ -48,6 +48,47 @@ def check(got: AttentionOutput, expected: tuple[np.ndarray, ...], tolerance: flo
     assert got.spread is None
 
 
+@pytest.mark.parametrize("long", [1, 40, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_any_length_attend_together_as_each_alone(
+    dtype: torch.dtype, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several groups, rows of one token, equal ones, and one that is more than a group takes."""
+    counts, before = [1, 30, 30, 7, 64, 64, 100], [300, 0, 129, 64, 200, 1, 500]
+    stores, fed = [], []
+    basis = None
+    for i, (n, first) in enumerate(zip(counts, before)):
+        store, basis = make_store(2, 32, dtype=dtype, tiers=(4, 2), window=WindowConfig(64, 64, 0))
+        k, v = (x.to(dtype) for x in random_rows(1, 2, first + n, 32, seed=i))
+        if first:
+            store.append(k[:, :, :first], v[:, :, :first])
+        store.append(k[:, :, first:], v[:, :, first:])
+        stores.append(store)
+        fed.append((k[0, :, first:], v[0, :, first:]))
+    assert basis is not None
+    together, *others = stores
+    for store in others:
+        together.extend(store)
+    view = together.view()
+    q = torch.randn(sum(counts), 6, 32, generator=generator(3)).to(dtype)
+    k, v = (torch.cat([pair[side].transpose(0, 1) for pair in fed]) for side in (0, 1))
+    monkeypatch.setattr(prefill, "LONG", long)
+    monkeypatch.setattr(prefill, "MOST_NUMBERS", 96 * 6 * 32)
+    groups = prefill.group_rows(counts, 6, 32, q.device)
+    assert [x for g in groups for x in range(g.rows.start, g.rows.stop)] == list(range(len(counts)))
+    assert len(groups) < len(counts)
+    got = prefill.attend_groups(q, view, basis, (k, v), groups)
+    at = 0
+    for b, n in enumerate(counts):
+        own = slice(at, at + n)
+        chunk = k[own].transpose(0, 1)[None], v[own].transpose(0, 1)[None]
+        alone = attend_prefill(q[own].transpose(0, 1)[None], view.only(b), basis, chunk)
+        torch.testing.assert_close(got[0][own], alone.out[0], rtol=0, atol=TOLERANCE[dtype])
+        for mine, other in ((got[1][:, own], alone.lse_packed[0]), (got[2][:, own], alone.lse[0])):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
+        at += n
+
+
 @pytest.mark.parametrize("case", SERVED, ids=lambda c: c.id)
 @pytest.mark.parametrize("chunk", [64, 129])
 def test_chunks(case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

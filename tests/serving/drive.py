@@ -1,13 +1,16 @@
 """Runs one vLLM engine as a file of JSON says, and writes what it answered: ``drive.py TASK RESULT``.
 
 A process of its own for each engine: vLLM keeps state of the process it runs in. A task has ``engine`` (arguments of
-``LLM``), and ``calls``: lists of prompts (lists of token ids) with ``tokens`` to generate and ``logprobs`` to tell.
+``LLM``), and ``calls``: lists of prompts (lists of token ids) with ``tokens`` to generate and ``logprobs`` to tell. Each
+answer says in which steps it was computed, as the first token and how many; a request that was preempted starts anew.
 """
 
 import json
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="INFO",
@@ -24,7 +27,7 @@ def main() -> None:
         skip_tokenizer_init=True, dtype="float32", block_size=64, enforce_eager=True, max_logprobs=200, seed=0,
         **task["engine"],
     )  # fmt: skip
-    answers = []
+    answers, steps = [], _watch(llm.llm_engine.engine_core.engine_core.scheduler)
     for call in task["calls"]:
         params = SamplingParams(
             temperature=0, max_tokens=call["tokens"], ignore_eos=True, detokenize=False,
@@ -37,6 +40,7 @@ def main() -> None:
                 {
                     "tokens": list(o.outputs[0].token_ids),
                     "cached": o.num_cached_tokens,
+                    "steps": steps[o.request_id],
                     "logprobs": [_numbers(x) for x in o.outputs[0].logprobs or []],
                     "prompt_logprobs": [_numbers(x) for x in o.prompt_logprobs or []],
                 }
@@ -46,6 +50,25 @@ def main() -> None:
     stats = llm.collective_rpc("lamina_stats")[0] if "additional_config" in task["engine"] else None
     config = llm.llm_engine.vllm_config.cache_config
     result.write_text(json.dumps({"answers": answers, "stats": stats, "blocks": config.num_gpu_blocks}))
+
+
+def _watch(scheduler: Any) -> dict[str, list[tuple[int, int]]]:
+    """What the scheduler hands out from now on, by request."""
+    steps: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    inner = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        running = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(running.req_ids, running.num_computed_tokens))
+        for name, start in starts.items():
+            # vLLM adds eight random digits to the name that it was given.
+            steps[name.rpartition("-")[0]].append((start, output.num_scheduled_tokens[name]))
+        return output
+
+    scheduler.schedule = schedule
+    return steps
 
 
 def _numbers(found: object) -> dict[str, float] | None:

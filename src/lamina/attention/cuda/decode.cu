@@ -18,10 +18,11 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     Reader R(P, rings + warp * (SLOTS * SLOT + 32 * sizeof(Entry)), h, b, lane);
     const int newest = P.lengths[b] - 1, n_pages = pages_of(P, b);
+    const int splits = shares_of(n_pages, P.splits), exact_splits = min(P.exact_splits, splits);
     // Splits that read exact pages too get fewer packed ones.
     const auto start_of = [&](int split) {
-        const i64 all = n_pages + P.exact_cost * P.exact_splits;
-        return max(0, (int)(all * split / P.splits) - P.exact_cost * min(split, P.exact_splits));
+        const i64 all = n_pages + P.exact_cost * exact_splits;
+        return max(0, (int)(all * split / splits) - P.exact_cost * min(split, exact_splits));
     };
     const int first = start_of(split), last = start_of(split + 1);
     // Pages that some query of this call reads packed, dealt out to splits and warps; a warp looks 32 up at a time.
@@ -93,7 +94,7 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
 
 // Exact rows of the windows and the open page, in plain float32. The first splits take such pages in turn, a warp 16 rows
 // of a page, two lanes a row; then each lane some channels of the output.
-__device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16], float (*q)[D], int split, int h, int b) {
+__device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16], float (*q)[D], int split, int splits, int h, int b) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
     const int length = P.lengths[b], newest = length - 1, oldest = length - P.tokens;
@@ -117,7 +118,7 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
         lowest = found & 1;
         highest = high > low && found >> (high - low - 1) & 1;
         for (u32 todo = found; todo; todo &= todo - 1) {
-            if (seen++ % P.exact_splits != split) continue;
+            if (seen++ % splits != split) continue;
             const int at = __ffs(todo) - 1;
             const int from = __shfl_sync(~0u, mine.start, at), n = min(__shfl_sync(~0u, mine.rows, at), length - from);
             const bool open = __shfl_sync(~0u, mine.tier_k, at) == 0;
@@ -239,11 +240,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(c
     float (*weights)[NCOL][16] = (float (*)[NCOL][16])(&S + 1);
     float (*q)[D] = (float (*)[D])(weights + WARPS);
     const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
+    const int splits = shares_of(pages_of(P, b), P.splits), exact_splits = min(P.exact_splits, splits);
+    if (split >= splits) return;
     attend_packed(P, S, (u8*)shared, split, h, b);
-    if (split >= P.exact_splits) next_may_start();
+    if (split >= exact_splits) next_may_start();
     write(P, S, true, split, h, b);
-    if (split >= P.exact_splits) return;
-    attend_exact(P, S, weights, q, split, h, b);
+    if (split >= exact_splits) return;
+    attend_exact(P, S, weights, q, split, exact_splits, h, b);
     next_may_start();
     write(P, S, false, split, h, b);
 }
@@ -368,12 +371,13 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
 // Merges the partial results, turns the packed part back into the engine's basis. One block a sequence, KV head and
 // column; SLICES * WIDE threads.
 extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
-    const float* partial, const float* v_back, const float* mean_v, int splits, int exact_splits, int tokens,
-    int batch,
+    const float* partial, const float* v_back, const float* mean_v, const int* page_ids, const int* lengths, int width,
+    int all_splits, int most_exact, int tokens, int batch,
     void* out, float* lse_packed, float* lse, float* spread
 ) {
     const int h = blockIdx.x, b = blockIdx.y, col = blockIdx.z, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
-    DYNAMIC_SHARED(float, weights);  // [splits + exact_splits]
+    DYNAMIC_SHARED(float, weights);  // [all_splits + most_exact]
+    const int splits = shares_of(pages_of(page_ids + (i64)b * width, width, lengths[b]), all_splits), exact_splits = min(most_exact, splits);
     __shared__ float found[2][SLICES][D], packed[D], exact[D], tops[2], mass[2], of_spread[3];
     const i64 stride = (i64)batch * HKV * NCOL * PART;
     const float* from = partial + (((i64)b * HKV + h) * NCOL + col) * PART;
@@ -391,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
     finished_before();
     // A warp for the packed part, one for the exact part: what each split counts for.
     if (threadIdx.x < 64) {
-        const int kind = threadIdx.x / 32, first = kind ? splits : 0, last = kind ? splits + exact_splits : splits;
+        const int kind = threadIdx.x / 32, first = kind ? all_splits : 0, last = first + (kind ? exact_splits : splits);
         float top = NEVER, sum = 0.f, sums[3] = {0.f, 0.f, 0.f};
         for (int s = first + lane; s < last; s += 32) top = fmaxf(top, from[s * stride + D]);
         for (int z = 16; z; z >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
@@ -420,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
         #pragma unroll 8
         for (int s = slice; s < splits; s += SLICES) a = fmaf(weights[s], from[s * stride + d], a);
         #pragma unroll 8
-        for (int s = splits + slice; s < splits + exact_splits; s += SLICES) e = fmaf(weights[s], from[s * stride + d], e);
+        for (int s = all_splits + slice; s < all_splits + exact_splits; s += SLICES) e = fmaf(weights[s], from[s * stride + d], e);
         found[0][slice][d] = a;
         found[1][slice][d] = e;
     }

@@ -210,8 +210,8 @@ def attend_cuda(
     kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
     kernels.launch(
         "lamina_merge", (n_kv, batch, geometry.group * tokens), geometry.row_threads, partial, basis.v_back,
-        basis.mean_v, splits, exact_splits, tokens, batch, out, lse_packed, lse, lse if spread is None else spread,
-        shared=4 * (splits + exact_splits), early=True,
+        basis.mean_v, view.page_ids, view.lengths, width, splits, exact_splits, tokens, batch, out, lse_packed, lse,
+        lse if spread is None else spread, shared=4 * (splits + exact_splits), early=True,
     )  # fmt: skip
     return AttentionOutput(out, lse_packed, lse, spread)
 

@@ -30,22 +30,24 @@ struct Entry {
     int slot, unused;             // of exact rows, or -1
 };
 struct Params {
-    const float* q;               // [B, HKV, G, count, D]: q' * scaling * log2(e)
+    const float* q;               // [HKV G, total, D]: q' * scaling * log2(e)
     const u8 *records, *slabs;
     const Entry* entries;         // [B, width]
-    const int *counts, *lengths;  // [B, 2], [B]
+    const int *counts, *lengths, *starts;  // [B, 2], [B], [B + 1]: tokens of row b's chunk are [starts[b], starts[b + 1])
     const float* kappa;           // [HKV, 3, 3]
-    float *out, *lse;             // [splits, B, HKV, G, count, D], [splits, B, HKV, G, count]
-    int width, tokens, first, count, splits, sink, recent;  // this call has tokens [first, first + count) of the chunk's
+    float *out, *lse;             // [splits, HKV G, total, D], [splits, HKV G, total]
+    // This call has tokens [first, first + count) of a row's chunk, or as many as there are; not all only of one row.
+    int width, total, first, count, splits, sink, recent;
     float softcap;                // in units of log2(e)
 };
 
 // Pages with rows before the chunk, in order: those that some token reads packed, those that some token reads exactly.
 extern "C" __global__ void __launch_bounds__(LISTERS) lamina_list(
-    const int* table, const int* page_ids, const int* lengths, int width, int tokens, int sink, int recent,
+    const int* table, const int* page_ids, const int* lengths, const int* starts, int width, int sink, int recent,
     Entry* packed, int4* exact, int* counts
 ) {
-    const int b = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, length = lengths[b], before = length - tokens;
+    const int b = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, length = lengths[b];
+    const int before = length - starts[b + 1] + starts[b];
     __shared__ int found[2][LISTERS / 32];
     int at[2] = {0, 0};
     for (int j0 = 0; j0 < width; j0 += LISTERS) {
@@ -217,12 +219,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, D > 192 ? 1 : D > 128 ? 2 
     Packed& S = *(Packed*)shared;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, c = lane & 3;
     const int tile = blockIdx.x / P.splits, split = blockIdx.x % P.splits, h = blockIdx.y, b = blockIdx.z;
-    const int n_rows = P.count * G, row0 = tile * TILE + 16 * warp + r, chunk = P.lengths[b] - P.tokens + P.first;
-    const int oldest = chunk + tile * TILE / G, newest = chunk + min(P.count - 1, (tile * TILE + TILE - 1) / G);
-    const i64 rows_at = (i64)(b * HKV + h) * n_rows;
+    const int tokens = P.starts[b + 1] - P.starts[b], count = min(P.count, tokens - P.first), n_rows = count * G;
+    if (tile * TILE >= n_rows) return;
+    const int row0 = tile * TILE + 16 * warp + r, chunk = P.lengths[b] - tokens + P.first;
+    const int oldest = chunk + tile * TILE / G, newest = chunk + min(count - 1, (tile * TILE + TILE - 1) / G);
     const auto at_of = [&](int i) {
         const int row = min(row0 + 8 * i, n_rows - 1);
-        return rows_at + (i64)(row % G) * P.count + row / G;
+        return (i64)(h * G + row % G) * P.total + P.starts[b] + row / G;
     };
 
     // Queries: channels 4 s + 0..3 of plane c; in units of 2^-15 of a row's largest.
@@ -421,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D > 192 ? 1 : D > 128 ? 2 
     }
     __syncthreads();
     const float unit_v = S.unit * 512.f;
-    const i64 split_at = (i64)split * gridDim.z * HKV * n_rows;
+    const i64 split_at = (i64)split * HKV * G * P.total;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float mass = sum_quad(R.l[i]), share = mass > 0.f ? 1.f / mass : 0.f, shift = sum_quad(offset[i]);

@@ -1,8 +1,9 @@
 """Attention of many query tokens on NVIDIA GPUs: launches the kernels of ``prefill.cu``."""
 
 import ctypes
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lamina.attention.cuda.gpu import KINDS, LOG2E, most_shared, objection, processors, readable
 from lamina.attention.cuda.nvrtc import Module
+from lamina.attention.cuda.tables import to_device
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.pages.view import StoreView
 
@@ -20,16 +22,18 @@ ENTRY_WORDS = 12
 PAGES_A_SPLIT = 8
 """Least number of pages that are worth a share of their own."""
 MOST_NUMBERS = 1 << 25
-"""Numbers of a query, all heads and sequences together, up to which tokens are taken at once: bounds scratch memory."""
+"""Numbers of queries, all heads together, up to which tokens are taken at once: bounds scratch memory."""
+LONG = 256
+"""Tokens of a row from which on torch attends from its chunk to itself."""
 
 
 class _Packed(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "q", "records", "slabs", "entries", "counts", "lengths", "kappa", "out", "lse"
+            "q", "records", "slabs", "entries", "counts", "lengths", "starts", "kappa", "out", "lse"
         )),
         *((name, ctypes.c_int) for name in (
-            "width", "tokens", "first", "count", "splits", "sink", "recent"
+            "width", "total", "first", "count", "splits", "sink", "recent"
         )),
         ("softcap", ctypes.c_float),
     )  # fmt: skip
@@ -38,9 +42,9 @@ class _Packed(ctypes.Structure):
 class _Exact(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "rows", "k", "v")),
-        *((name, ctypes.c_longlong * 3) for name in ("of_q", "of_k", "of_v")),
-        *((name, ctypes.c_void_p) for name in ("entries", "counts", "lengths", "out", "lse")),
-        *((name, ctypes.c_int) for name in ("width", "tokens", "first", "count", "sink", "recent")),
+        *((name, ctypes.c_longlong * 2) for name in ("of_q", "of_k", "of_v")),
+        *((name, ctypes.c_void_p) for name in ("entries", "counts", "lengths", "starts", "out", "lse")),
+        *((name, ctypes.c_int) for name in ("width", "total", "first", "count", "sink", "recent")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
@@ -99,6 +103,57 @@ def _module(geometry: Geometry, device: torch.device) -> Module:
     return Module("prefill", geometry.defines(), device)
 
 
+@dataclass(frozen=True)
+class Group:
+    """Rows of a batch whose chunks are attended from in one launch.
+
+    Attributes
+    ----------
+    rows, tokens : slice
+        Rows of the batch, and their tokens, which lie behind each other.
+    starts : Tensor
+        int32 ``[rows + 1]`` on the device: where each row's tokens start, counted from the first row's.
+    most : int
+        Tokens of a row, at most.
+    long : bool
+        Whether the rows have many tokens, as many each.
+    """
+
+    rows: slice
+    tokens: slice
+    starts: Tensor
+    most: int
+    long: bool
+
+
+def group_rows(counts: list[int], n_heads: int, head_dim: int, device: torch.device) -> list[Group]:
+    """Groups of rows with so many query tokens each; scratch memory is bounded unless one row alone is too long.
+
+    Parameters
+    ----------
+    counts : list of int
+        Query tokens of each row.
+    n_heads, head_dim : int
+        Query heads and head dimension.
+    device : torch.device
+        Where the queries are.
+    """
+    most = max(TILE, MOST_NUMBERS // (n_heads * head_dim))
+    groups: list[Group] = []
+    row = token = 0
+    while row < len(counts):
+        long, end, total = counts[row] >= LONG, row, 0
+        while end < len(counts) and (end == row or total + counts[end] <= most):
+            if (counts[end] >= LONG) != long or (long and counts[end] != counts[row]):
+                break
+            total, end = total + counts[end], end + 1
+        starts = torch.tensor([0, *itertools.accumulate(counts[row:end])], dtype=torch.int32)
+        at = slice(row, end), slice(token, token + total)
+        groups.append(Group(*at, to_device(starts, device), max(counts[row:end]), long))
+        row, token = end, token + total
+    return groups
+
+
 def attend_prefill(
     q_bhtd: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor], splits: int | None = None
 ) -> AttentionOutput:
@@ -118,53 +173,91 @@ def attend_prefill(
         Shares that the pages of a sequence are cut into; chosen to fill the GPU unless told.
     """
     batch, n_q, tokens, dim = q_bhtd.shape
-    q, k, v = (readable(x, 4 * x.itemsize) for x in (q_bhtd, *chunk))
-    call = _Call(q, view, basis, (k, v), splits)
-    out = torch.empty(batch, tokens, n_q, dim, dtype=q.dtype, device=q.device)
-    lse_packed, lse = (torch.empty(batch, n_q, tokens, dtype=torch.float32, device=q.device) for _ in range(2))
-    own = _flash(q, k, v, basis.scaling) if call.flash else None
-    each = max(TILE, MOST_NUMBERS // (batch * n_q * dim))
-    for start in range(0, tokens, each):
-        at = slice(start, min(tokens, start + each))
-        parts = [call.packed(at.start, at.stop - start), call.exact(at.start, at.stop - start)]
-        if own is not None:
-            parts.append((own[0][:, :, at], own[1][:, :, at]))
-        merged, lse[:, :, at] = _merge(parts)
-        out[:, at], lse_packed[:, :, at] = merged.transpose(1, 2), parts[0][1]
-    return AttentionOutput(out, lse_packed, lse)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_bhtd, *chunk))
+    groups = group_rows([tokens] * batch, n_q, dim, q.device)
+    out, lse_packed, lse = attend_groups(q, view, basis, (k, v), groups, splits)
+    lse_packed, lse = (x.unflatten(1, (batch, tokens)).transpose(0, 1) for x in (lse_packed, lse))
+    return AttentionOutput(out.unflatten(0, (batch, tokens)), lse_packed, lse)
+
+
+def attend_groups(
+    q: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor], groups: list[Group],
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attend from the last tokens of each sequence, as many as it happens to have.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[n, Hq, D]``: tokens of one row behind those of the other.
+    view, basis, splits
+        As of :func:`attend_prefill`.
+    chunk : (Tensor, Tensor)
+        Rows ``[n, H, D]`` of these tokens.
+    groups : list of Group
+        From :func:`group_rows`.
+
+    Returns
+    -------
+    out, lse_packed, lse : Tensor
+        ``[n, Hq, D]`` in q's dtype, and float32 ``[Hq, n]``.
+    """
+    (n, n_q, dim), view = q.shape, view.to(q.device)
+    q, k, v = (readable(x, 4 * x.itemsize).transpose(0, 1) for x in (q, *chunk))
+    out = torch.empty(n, n_q, dim, dtype=q.dtype, device=q.device)
+    lse_packed, lse = (torch.empty(n_q, n, dtype=torch.float32, device=q.device) for _ in range(2))
+    for group in groups:
+        at = group.tokens
+        call = _Call(q[:, at], k[:, at], v[:, at], view, basis, group, splits)
+        each = max(TILE, MOST_NUMBERS // (n_q * dim)) if group.starts.shape[0] == 2 else group.most
+        for start in range(0, group.most, each):
+            where, parts = call.attend(start, min(group.most - start, each))
+            merged, lse[:, where] = _merge(parts)
+            out[where], lse_packed[:, where] = merged.transpose(0, 1), parts[0][1]
+    return out, lse_packed, lse
 
 
 class _Call:
-    """Launches over some of a call's tokens; makes the lists of pages that they share."""
+    """Launches over the tokens of a group, ``[heads, tokens, D]``; makes the lists of pages that they share."""
 
     def __init__(
-        self, q: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor], splits: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, view: StoreView, basis: ReadBasis, group: Group, splits: int | None
     ) -> None:
-        view = view.to(q.device)
-        self.q, self.view, self.basis, self.chunk, self.splits = q, view, basis, chunk, splits
-        self.batch, self.n_q, self.tokens, self.dim = q.shape
+        at = group.rows
+        view = replace(view, page_ids=view.page_ids[at].contiguous(), lengths=view.lengths[at])
+        self.q, self.k, self.v, self.view, self.basis, self.group, self.splits = q, k, v, view, basis, group, splits
+        (self.n_q, self.tokens, self.dim), self.batch = q.shape, at.stop - at.start
         self.n_kv, self.device, self.width = view.layout.n_heads, q.device, view.page_ids.shape[1]
-        self.group = self.n_q // self.n_kv
         self.geometry = Geometry(
-            self.dim, self.group, self.n_kv, view.layout.centered, view.layout.record_bytes, basis.softcap != 0,
-            KINDS[q.dtype],
+            self.dim, self.n_q // self.n_kv, self.n_kv, view.layout.centered, view.layout.record_bytes,
+            basis.softcap != 0, KINDS[q.dtype],
         )  # fmt: skip
         self.kernels = _module(self.geometry, q.device)
-        self.flash = q.device.type == "cuda" and q.dtype != torch.float32 and not basis.softcap
+        flash = group.long and q.device.type == "cuda" and q.dtype != torch.float32 and not basis.softcap
+        self.own = self._flash() if flash else None
         self.entries, self.exact_entries, self.counts = (
             torch.empty(self.batch, *shape, dtype=torch.int32, device=q.device)
             for shape in ((self.width, ENTRY_WORDS), (self.width, 4), (2,))
         )
         self.kernels.launch(
-            "lamina_list", (self.batch, 1, 1), LISTERS, view.table, view.page_ids, view.lengths, self.width,
-            self.tokens, view.window.sink, view.window.recent, self.entries, self.exact_entries, self.counts,
+            "lamina_list", (self.batch, 1, 1), LISTERS, view.table, view.page_ids, view.lengths, group.starts,
+            self.width, view.window.sink, view.window.recent, self.entries, self.exact_entries, self.counts,
         )  # fmt: skip
+
+    def attend(self, first: int, count: int) -> tuple[slice, list[tuple[Tensor, Tensor]]]:
+        """From tokens ``[first, first + count)`` of every row, which are all unless it is one: where, and parts."""
+        inside = slice(0, self.tokens) if self.batch > 1 else slice(first, first + count)
+        parts = [self._packed(inside, first, count), self._exact(inside, first, count)]
+        if self.own is not None:
+            parts.append((self.own[0][:, inside], self.own[1][:, inside]))
+        before = self.group.tokens.start
+        return slice(before + inside.start, before + inside.stop), parts
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.device)
 
     def _grid(self, count: int, splits: int = 1) -> tuple[int, int, int]:
-        return -(-count * self.group // TILE) * splits, self.n_kv, self.batch
+        return -(-count * self.geometry.group // TILE) * splits, self.n_kv, self.batch
 
     def _shares(self, count: int) -> int:
         if self.splits is not None:
@@ -172,47 +265,53 @@ class _Call:
         slots = processors(self.device) * (3 if self.dim <= 128 else 2)
         return max(1, min(slots // math.prod(self._grid(count)), self.width // PAGES_A_SPLIT))
 
-    def packed(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Packed rows: values ``[B, Hq, count, D]`` in the engine's basis, and log-sum-exp ``[B, Hq, count]``."""
-        view, basis, splits = self.view, self.basis, self._shares(count)
-        q = self.q[:, :, first : first + count].float().unflatten(1, (self.n_kv, self.group)).flatten(2, 3)
+    def _packed(self, at: slice, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Packed rows: values ``[Hq, tokens, D]`` in the engine's basis, and log-sum-exp ``[Hq, tokens]``."""
+        view, basis, splits, total = self.view, self.basis, self._shares(count), at.stop - at.start
+        q = self.q[:, at].float().reshape(self.n_kv, -1, self.dim)
         turned_q = q @ (basis.q_forward * (basis.scaling * LOG2E))
-        out, lse = (self._empty(splits, self.batch, self.n_q, count, *d) for d in ((self.dim,), ()))
-        held = turned_q, view.records, view.slabs, self.entries, self.counts, view.lengths, basis.kappa, out, lse
+        out, lse = (self._empty(splits, self.n_q, total, *d) for d in ((self.dim,), ()))
+        held = (
+            turned_q, view.records, view.slabs, self.entries, self.counts, view.lengths, self.group.starts, basis.kappa,
+            out, lse,
+        )  # fmt: skip
         params = _Packed(
-            *(t.data_ptr() for t in held), self.width, self.tokens, first, count, splits, view.window.sink,
+            *(t.data_ptr() for t in held), self.width, total, first, count, splits, view.window.sink,
             view.window.recent, basis.softcap * LOG2E,
         )  # fmt: skip
         grid = self._grid(count, splits)
         self.kernels.launch("lamina_packed", grid, 32 * WARPS, params, shared=self.geometry.packed_bytes)
         values, lse = (out[0], lse[0]) if splits == 1 else _merge(list(zip(out, lse)))
-        values = values.view(self.batch, self.n_kv, -1, self.dim) @ basis.v_back.mT
-        return values.add_(basis.mean_v[:, None]).view(self.batch, self.n_q, count, self.dim), lse
+        values = values.view(self.n_kv, -1, self.dim) @ basis.v_back.mT
+        return values.add_(basis.mean_v[:, None]).view(self.n_q, total, self.dim), lse
 
-    def exact(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Exact rows, those of the chunk too unless torch attends to them: as :meth:`packed`."""
-        view, basis, (k, v) = self.view, self.basis, self.chunk
-        out, lse = (self._empty(self.batch, self.n_q, count, *d) for d in ((self.dim,), ()))
-        strides = ((ctypes.c_longlong * 3)(*x.stride()[:3]) for x in (self.q, k, v))
+    def _exact(self, at: slice, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Exact rows, those of the chunk too unless torch attends to them: as :meth:`_packed`."""
+        view, basis, q, k, v, total = self.view, self.basis, self.q, self.k, self.v, at.stop - at.start
+        out, lse = (self._empty(self.n_q, total, *d) for d in ((self.dim,), ()))
+        strides = ((ctypes.c_longlong * 2)(*x.stride()[:2]) for x in (q, k, v))
+        own = None if self.own is not None else k.data_ptr()
+        held = self.exact_entries, self.counts, view.lengths, self.group.starts, out, lse
         params = _Exact(
-            self.q.data_ptr(), view.exact.data_ptr(), None if self.flash else k.data_ptr(), v.data_ptr(), *strides,
-            *(t.data_ptr() for t in (self.exact_entries, self.counts, view.lengths, out, lse)), self.width,
-            self.tokens, first, count, view.window.sink, view.window.recent, basis.scaling * LOG2E,
-            basis.softcap * LOG2E,
+            q.data_ptr(), view.exact.data_ptr(), own, v.data_ptr(), *strides, *(t.data_ptr() for t in held), self.width,
+            total, first, count, view.window.sink, view.window.recent, basis.scaling * LOG2E, basis.softcap * LOG2E,
         )  # fmt: skip
         shared = self.geometry.exact_bytes
         self.kernels.launch("lamina_exact", self._grid(count), 32 * WARPS, params, shared=shared)
         return out, lse
 
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of a chunk to itself by torch: values ``[B, Hq, T, D]``, log-sum-exp ``[B, Hq, T]``."""
-    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scaling)
-    return found[0], found[1][..., : q.shape[2]]
+    def _flash(self) -> tuple[Tensor, Tensor]:
+        """Causal attention of the chunks to themselves by torch: values ``[Hq, n, D]``, log-sum-exp ``[Hq, n]``."""
+        q, k, v = (x.unflatten(1, (self.batch, -1)).transpose(0, 1) for x in (self.q, self.k, self.v))
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True, False, scale=self.basis.scaling
+        )  # fmt: skip
+        lse = found[1][..., : q.shape[2]]
+        return found[0].transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge values ``[B, Hq, n, D]``, in place of the first, by log-sum-exps ``[B, Hq, n]``, -inf without any."""
+    """Merge values ``[Hq, n, D]``, in place of the first, by log-sum-exps ``[Hq, n]``, -inf without any."""
     lse = torch.stack([x for _, x in parts]).logsumexp(0)
     base = lse.clamp(min=torch.finfo(torch.float32).min)
     values = parts[0][0].mul_((parts[0][1] - base).exp()[..., None])

@@ -7,12 +7,12 @@ struct Exact {
     uint2 k[SIDES][BLOCK / 8][KS][32], v[SIDES][OT][BLOCK / 16][32];
 };
 struct ExactParams {
-    const void *q, *rows, *k, *v;  // [B, HKV G, T, D], [E, 2, HKV, 64, D], [B, HKV, T, D] twice; k is null to leave it out
-    i64 of_q[3], of_k[3], of_v[3]; // strides in numbers
+    const void *q, *rows, *k, *v;  // [HKV G, all, D], [E, 2, HKV, 64, D], [HKV, all, D] twice; k is null to leave it out
+    i64 of_q[2], of_k[2], of_v[2]; // strides in numbers
     const int4* entries;           // [B, width]
-    const int *counts, *lengths;
-    float *out, *lse;              // [B, HKV, G, count, D], [B, HKV, G, count]
-    int width, tokens, first, count, sink, recent;
+    const int *counts, *lengths, *starts;
+    float *out, *lse;              // [HKV G, total, D], [HKV G, total]
+    int width, total, first, count, sink, recent;
     float scale, softcap;
 };
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -72,14 +72,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamina_exact(const __grid_
     DYNAMIC_SHARED(uint4, shared);
     Exact& S = *(Exact*)shared;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, c = lane & 3, tile = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
-    const int n_rows = P.count * G, row0 = tile * TILE + 16 * warp + r, before = P.lengths[b] - P.tokens;
-    const int oldest = P.first + tile * TILE / G, newest = P.first + min(P.count - 1, (tile * TILE + TILE - 1) / G);
+    const int start = P.starts[b], tokens = P.starts[b + 1] - start, count = min(P.count, tokens - P.first), n_rows = count * G;
+    if (tile * TILE >= n_rows) return;
+    const int row0 = tile * TILE + 16 * warp + r, before = P.lengths[b] - tokens;
+    const int oldest = P.first + tile * TILE / G, newest = P.first + min(count - 1, (tile * TILE + TILE - 1) / G);
     int token[2];  // of the chunk
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = min(row0 + 8 * i, n_rows - 1);
         token[i] = P.first + row / G;
-        const i64 at = b * P.of_q[0] + (h * G + row % G) * P.of_q[1] + token[i] * P.of_q[2] + 4 * c;
+        const i64 at = (h * G + row % G) * P.of_q[0] + (start + token[i]) * P.of_q[1] + 4 * c;
         #pragma unroll 4
         for (int s = 0; s < KS; s++)
             #pragma unroll
@@ -151,10 +153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamina_exact(const __grid_
         }
     }
     if (P.k) {
-        const i64 k_at = b * P.of_k[0] + h * P.of_k[1], v_at = b * P.of_v[0] + h * P.of_v[1];
+        const i64 k_at = h * P.of_k[0] + start * P.of_k[1], v_at = h * P.of_v[0] + start * P.of_v[1];
         for (int from = 0; from <= newest; from += BLOCK) {
             __syncthreads();
-            stage(S, P.k, k_at + from * P.of_k[2], P.of_k[2], P.v, v_at + from * P.of_v[2], P.of_v[2], P.tokens - from);
+            stage(S, P.k, k_at + from * P.of_k[1], P.of_k[1], P.v, v_at + from * P.of_v[1], P.of_v[1], tokens - from);
             __syncthreads();
             const int seen[2] = {token[0] + 1 - from, token[1] + 1 - from};
             attend(seen);
@@ -165,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamina_exact(const __grid_
         const int row = row0 + 8 * i;
         const float mass = sum_quad(R.l[i]), share = mass > 0.f ? 1.f / mass : 0.f;
         if (row >= n_rows) continue;
-        const i64 at = (i64)(b * HKV + h) * n_rows + (i64)(row % G) * P.count + row / G;
+        const i64 at = (i64)(h * G + row % G) * P.total + start + row / G;
         #pragma unroll
         for (int t = 0; t < OT; t++) *(float2*)(P.out + at * D + 8 * t + 2 * c) = make_float2(R.o[t][2 * i] * share, R.o[t][2 * i + 1] * share);
         if (c == 0) P.lse[at] = R.lse(i, ups[i], mass);

@@ -21,13 +21,16 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from lamina.attention.cuda.decode import MOST_QUERIES, NewRows, attend_cuda
+from lamina.attention.cuda.prefill import Group, attend_groups, group_rows
 from lamina.attention.dispatch import KERNEL_QUERIES, attend
+from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import PAGE_TOKENS
 from lamina.engines.vllm.canary import Decoding
 from lamina.engines.vllm.config import decode_tokens, engine_config
 from lamina.engines.vllm.sizes import LayerShape
 from lamina.engines.vllm.state import WorkerState
 from lamina.errors import UnsupportedModelError
+from lamina.pages.view import StoreView
 
 
 class LaminaBackend(AttentionBackend):
@@ -125,13 +128,40 @@ class Part:
         return slice(self.first, self.first + (self.rows.stop - self.rows.start) * self.queries)
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Rows of the batch that follow each other and have many queries, as parts of prompts do.
+
+    Attributes
+    ----------
+    rows : slice
+        Of the batch.
+    first : int
+        First token of the batch; theirs lie behind each other.
+    counts : list of int
+        Queries of each.
+    groups : list of Group
+        Those that a GPU takes at a time.
+    """
+
+    rows: slice
+    first: int
+    counts: list[int]
+    groups: list[Group]
+
+    @property
+    def tokens(self) -> slice:
+        """Their tokens."""
+        return slice(self.first, self.first + sum(self.counts))
+
+
 @dataclass
 class LaminaMetadata:
     """A step.
 
     Attributes
     ----------
-    parts : list of Part
+    parts : list of Part or Chunks
         All of the batch.
     page_ids, lengths : Tensor
         int32 ``[B, P]``, padded with -1, and ``[B]``: pages of every row and its tokens, this step's included.
@@ -141,7 +171,7 @@ class LaminaMetadata:
         Whether attention itself stores the rows, as where all decode on a GPU.
     """
 
-    parts: list[Part]
+    parts: list[Part | Chunks]
     page_ids: Tensor
     lengths: Tensor
     slots: Tensor
@@ -191,23 +221,33 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
         state, tokens, most = getattr(self.impl, "state", None), c.num_actual_tokens, c.max_query_len
         alike = tokens == n * most and most <= self.most
         appends = alike and self.device.type == "cuda" and not (state is not None and state.plans_closing)
-        parts = [Part(slice(0, n), 0, most)] if alike else _parts(c.query_start_loc_cpu[: n + 1].tolist())
+        parts: list[Part | Chunks] = [Part(slice(0, n), 0, most)]
+        if not alike:
+            parts = _parts(c.query_start_loc_cpu[: n + 1].diff().tolist())
+            if self.device.type == "cuda":
+                parts = [self._grouped(part) for part in parts]
         if state is not None and state.canary is not None:
             state.canary.decoding = Decoding(page_ids, lengths, most) if alike else None
         return LaminaMetadata(parts, page_ids, lengths, c.slot_mapping[:tokens], appends)
 
+    def _grouped(self, part: Part | Chunks) -> Part | Chunks:
+        if isinstance(part, Part):
+            return part
+        return replace(part, groups=group_rows(part.counts, self.impl.num_heads, self.impl.head_size, self.device))
 
-def _parts(starts: list[int]) -> list[Part]:
-    """Parts of a batch from where its rows' tokens start."""
-    parts: list[Part] = []
-    for row, (first, end) in enumerate(itertools.pairwise(starts)):
-        n, last = end - first, parts[-1] if parts else None
-        if n == 0:
-            continue
-        if last is not None and last.queries == n <= KERNEL_QUERIES and last.rows.stop == row:
-            parts[-1] = Part(slice(last.rows.start, row + 1), last.first, n)
-        else:
-            parts.append(Part(slice(row, row + 1), first, n))
+
+def _parts(counts: list[int]) -> list[Part | Chunks]:
+    """Parts of a batch whose rows have so many tokens: what decodes, as far as it is alike, and what does not."""
+    parts: list[Part | Chunks] = []
+    row = first = 0
+    for n, group in itertools.groupby(counts, lambda n: n if n <= KERNEL_QUERIES else -1):
+        alike = list(group)
+        rows = slice(row, row + len(alike))
+        if n > 0:
+            parts.append(Part(rows, first, n))
+        elif n < 0:
+            parts.append(Chunks(rows, first, alike, []))
+        row, first = rows.stop, first + sum(alike)
     return parts
 
 
@@ -271,6 +311,7 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
         view, basis = state.view(i, step.page_ids, step.lengths), state.bases[i]
         if step.appends:
             (part,) = step.parts
+            assert isinstance(part, Part)
             q, k, v = (_by_row(x, part) for x in (query, key, value))
             kept = state.canary.kept[i] if state.canary is not None else None
             kept = kept if part.queries <= state.model.decode_tokens else None
@@ -283,12 +324,33 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
         n = len(step.slots)
         state.closer.write(i, key[:n], value[:n], step.slots, view)
         for part in step.parts:
-            q, k, v = (_by_row(x, part) for x in (query, key, value))
             of = replace(view, page_ids=view.page_ids[part.rows], lengths=view.lengths[part.rows])
+            if isinstance(part, Chunks):
+                output[part.tokens] = _attend_chunks(query, key, value, part, of, basis)
+                continue
+            q, k, v = (_by_row(x, part) for x in (query, key, value))
             output[part.tokens] = attend(q, of, basis, (k, v)).out.flatten(0, 1).to(output.dtype)
-        if state.canary is not None and state.canary.fires:
-            state.canary.kept[i] = q
+            if state.canary is not None and state.canary.fires:
+                state.canary.kept[i] = q
         return output
+
+
+def _attend_chunks(
+    query: Tensor, key: Tensor, value: Tensor, part: Chunks, view: StoreView, basis: ReadBasis
+) -> Tensor:
+    """Attention of parts of prompts, ``[tokens, Hq, D]``."""
+    q, k, v = (x[part.tokens] for x in (query, key, value))
+    if part.groups:
+        out, _, lse = attend_groups(q, view, basis, (k, v), part.groups)
+        if basis.sinks is None:
+            return out
+        found = AttentionOutput(out[None], lse[None], lse[None])
+        return found.with_sinks(basis.sinks).out[0]
+    each = []
+    for b, (q_b, k_b, v_b) in enumerate(zip(*(x.split(part.counts) for x in (q, k, v)))):
+        rows = [x.transpose(0, 1)[None] for x in (q_b, k_b, v_b)]
+        each.append(attend(rows[0], view.only(b), basis, (rows[1], rows[2])).out[0].to(query.dtype))
+    return torch.cat(each)
 
 
 def _by_row(x: Tensor, part: Part) -> Tensor:
