@@ -9,9 +9,9 @@ leaves out.
 transformers with its own cache and of vLLM without Lamina: in one batch, one at a time, in chunks of 64, twice with the
 prefix cache, and with so few blocks that vLLM preempts. At least seven of eight must be equal.
 
-``logprobs``: one prompt and what was generated behind it, the log-probabilities of vLLM's five likeliest tokens at every
-position against those of :class:`lamina.LaminaCache`, which is fed with the same tokens in the same steps, windows and
-tiers. Beside them what the tiers themselves do: the same tokens read by the model with its own cache.
+``logprobs``: one prompt and what was generated behind it, the log-probabilities of vLLM's five likeliest tokens at
+every position against those of :class:`lamina.LaminaCache`, which is fed with the same tokens in the same steps, with
+the same windows and tiers. Beside them what the tiers themselves do: against the model with its own cache.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ def greedy(model: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]
     return found
 
 
+def preemptions(answers: list[Row]) -> int:
+    """How often requests went back in what vLLM's scheduler handed out."""
+    return sum(b < a for answer in answers for (a, _), (b, _) in pairwise(answer["steps"]))
+
+
 def agreement(got: list[list[int]], expected: list[list[int]]) -> list[int]:
     """Tokens up to the first that differs, a prompt each."""
     pairs = [list(zip(x, y, strict=True)) for x, y in zip(got, expected, strict=True)]
@@ -112,11 +118,11 @@ def greedy_rows(serving: Serving, prompts: list[list[int]], exact: list[list[int
 
     def row(scenario: str, tiers: Any, found: Row, answers: list[Row]) -> Row:
         got = [a["tokens"] for a in answers]
-        same, stats = agreement(got, exact), found["stats"] or {}
+        same = agreement(got, exact)
         return {
             "part": "greedy", "scenario": scenario, "tiers": tiers, "prompts": len(got), "equal": same.count(n),
             "equal_vllm": agreement(got, vllm).count(n), "first_differences": json.dumps([x for x in same if x < n]),
-            "preempted": stats.get("preempted", ""), "hit_tokens": sum(a["cached"] or 0 for a in answers),
+            "preempted": preemptions(answers), "hit_tokens": sum(a["cached"] or 0 for a in answers),
             "seconds": found["seconds"],
         }  # fmt: skip
 
@@ -202,7 +208,7 @@ def logprob_rows(
         else:
             of = [] if before is None else before["steps"]
             expected = Reference(model, profile, tiers).read(read, answer["steps"], asked_for, of)
-        error, loss, stats = (got - expected).abs(), (expected - exact).abs(), found["stats"] or {}
+        error, loss = (got - expected).abs(), (expected - exact).abs()
         generated = error[len(ids) - 1 :]
         compared = error[~error.isnan().any(-1)]
         return {
@@ -212,7 +218,7 @@ def logprob_rows(
             "generated_max_abs": f"{generated.max():.2e}",
             "top1": f"{(expected.nan_to_num(-1e9).argmax(-1) == 0)[~error.isnan().any(-1)].float().mean():.4f}",
             "tiers_mean_abs": "" if tiers is None else f"{loss.nanmean():.2e}",
-            "preempted": stats.get("preempted", ""), "hit_tokens": answer["cached"] or 0, "seconds": found["seconds"],
+            "preempted": preemptions([answer]), "hit_tokens": answer["cached"] or 0, "seconds": found["seconds"],
         }  # fmt: skip
 
     found = serving.run([call], None)

@@ -1,8 +1,8 @@
 """Runs one vLLM engine as a file of JSON says, and writes what it answered: ``drive.py TASK RESULT``.
 
 A process of its own for each engine: vLLM keeps state of the process it runs in. A task has ``engine`` (arguments of
-``LLM``), and ``calls``: lists of prompts (lists of token ids) with ``tokens`` to generate and ``logprobs`` to tell. Each
-answer says in which steps it was computed, as the first token and how many; a request that was preempted starts anew.
+``LLM``), and ``calls``: lists of prompts (lists of token ids) with ``tokens`` to generate and ``logprobs`` to tell.
+Answers say in which steps they were computed, as first token and how many; one that was preempted starts anew.
 """
 
 import json

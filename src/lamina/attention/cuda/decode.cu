@@ -296,6 +296,12 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
 ) {
     const int h = blockIdx.x, b = blockIdx.y, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
     __shared__ float x[NCOL][D], sums[SLICES][NCOL][D];
+    constexpr int EACH = D / SLICES, STEP = EACH < 32 ? EACH : EACH % 32 == 0 ? 32 : EACH % 16 == 0 ? 16 : 4;
+    const float* matrix = q_forward + ((i64)h * D + slice * EACH) * D + d;
+    float row[STEP];
+    #pragma unroll
+    for (int k = 0; k < STEP; k++) row[k] = d < D ? matrix[k * D] : 0.f;
+    finished_before();
     next_may_start();
     if (new_rows.k) append(new_rows, tokens, h, b);
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
@@ -308,14 +314,12 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
     float y[NCOL];
     #pragma unroll
     for (int col = 0; col < NCOL; col++) y[col] = 0.f;
-    constexpr int EACH = D / SLICES;
-    const float* matrix = q_forward + ((i64)h * D + slice * EACH) * D + d;
-    float row[EACH < 32 ? EACH : 32];
-    constexpr int STEP = EACH < 32 ? EACH : EACH % 32 == 0 ? 32 : EACH % 16 == 0 ? 16 : 4;
+    __syncthreads();
     for (int k0 = 0; k0 < EACH; k0 += STEP) {
-        #pragma unroll
-        for (int k = 0; k < STEP; k++) row[k] = d < D ? matrix[(k0 + k) * D] : 0.f;
-        if (k0 == 0) __syncthreads();
+        if (k0) {
+            #pragma unroll
+            for (int k = 0; k < STEP; k++) row[k] = d < D ? matrix[(k0 + k) * D] : 0.f;
+        }
         #pragma unroll
         for (int k = 0; k < STEP; k++)
             #pragma unroll

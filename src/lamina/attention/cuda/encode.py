@@ -103,6 +103,7 @@ class CudaPageWriter:
         staged = Geometry(*shape, staged=True)
         fits = staged.shared_bytes <= most_shared(encoder.k_forward.device)
         self.geometry = staged if fits else Geometry(*shape, staged=False)
+        _module(self.geometry, encoder.k_forward.device)
         self.clips = [min(int(ratio * dim), dim - 1) for ratio in (codec.clip_k, codec.clip_v)]
         self.matrices = operands(encoder.k_forward), operands(encoder.v_forward)
         self.waiting: list[_Waiting] | None = None

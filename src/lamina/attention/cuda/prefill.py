@@ -117,6 +117,8 @@ class Group:
         Tokens of a row, at most.
     long : bool
         Whether the rows have many tokens, as many each.
+    fresh : bool
+        Whether no token is stored before them.
     """
 
     rows: slice
@@ -124,9 +126,12 @@ class Group:
     starts: Tensor
     most: int
     long: bool
+    fresh: bool
 
 
-def group_rows(counts: list[int], n_heads: int, head_dim: int, device: torch.device) -> list[Group]:
+def group_rows(
+    counts: list[int], n_heads: int, head_dim: int, device: torch.device, fresh: list[bool] | None = None
+) -> list[Group]:
     """Groups of rows with so many query tokens each; scratch memory is bounded unless one row alone is too long.
 
     Parameters
@@ -137,19 +142,23 @@ def group_rows(counts: list[int], n_heads: int, head_dim: int, device: torch.dev
         Query heads and head dimension.
     device : torch.device
         Where the queries are.
+    fresh : list of bool, optional
+        Which rows have no token stored before these; default none, as far as is known.
     """
+    fresh = fresh or [False] * len(counts)
     most = max(TILE, MOST_NUMBERS // (n_heads * head_dim))
     groups: list[Group] = []
     row = token = 0
     while row < len(counts):
         long, end, total = counts[row] >= LONG, row, 0
         while end < len(counts) and (end == row or total + counts[end] <= most):
-            if (counts[end] >= LONG) != long or (long and counts[end] != counts[row]):
+            alike = counts[end] == counts[row] if long else counts[end] < LONG
+            if not alike or fresh[end] != fresh[row]:
                 break
             total, end = total + counts[end], end + 1
         starts = torch.tensor([0, *itertools.accumulate(counts[row:end])], dtype=torch.int32)
         at = slice(row, end), slice(token, token + total)
-        groups.append(Group(*at, to_device(starts, device), max(counts[row:end]), long))
+        groups.append(Group(*at, to_device(starts, device), max(counts[row:end]), long, fresh[row]))
         row, token = end, token + total
     return groups
 
@@ -213,7 +222,8 @@ def attend_groups(
         for start in range(0, group.most, each):
             where, parts = call.attend(start, min(group.most - start, each))
             merged, lse[:, where] = _merge(parts)
-            out[where], lse_packed[:, where] = merged.transpose(0, 1), parts[0][1]
+            out[where] = merged.transpose(0, 1)
+            lse_packed[:, where] = float("-inf") if group.fresh else parts[0][1]
     return out, lse_packed, lse
 
 
@@ -235,6 +245,8 @@ class _Call:
         self.kernels = _module(self.geometry, q.device)
         flash = group.long and q.device.type == "cuda" and q.dtype != torch.float32 and not basis.softcap
         self.own = self._flash() if flash else None
+        if group.fresh and self.own is not None:
+            return
         self.entries, self.exact_entries, self.counts = (
             torch.empty(self.batch, *shape, dtype=torch.int32, device=q.device)
             for shape in ((self.width, ENTRY_WORDS), (self.width, 4), (2,))
@@ -247,7 +259,11 @@ class _Call:
     def attend(self, first: int, count: int) -> tuple[slice, list[tuple[Tensor, Tensor]]]:
         """From tokens ``[first, first + count)`` of every row, which are all unless it is one: where, and parts."""
         inside = slice(0, self.tokens) if self.batch > 1 else slice(first, first + count)
-        parts = [self._packed(inside, first, count), self._exact(inside, first, count)]
+        parts = []
+        if not self.group.fresh:
+            parts.append(self._packed(inside, first, count))
+        if not self.group.fresh or self.own is None:
+            parts.append(self._exact(inside, first, count))
         if self.own is not None:
             parts.append((self.own[0][:, inside], self.own[1][:, inside]))
         before = self.group.tokens.start
@@ -312,6 +328,8 @@ class _Call:
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge values ``[Hq, n, D]``, in place of the first, by log-sum-exps ``[Hq, n]``, -inf without any."""
+    if len(parts) == 1:
+        return parts[0]
     lse = torch.stack([x for _, x in parts]).logsumexp(0)
     base = lse.clamp(min=torch.finfo(torch.float32).min)
     values = parts[0][0].mul_((parts[0][1] - base).exp()[..., None])

@@ -186,7 +186,9 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
         self.impl: LaminaImpl = next(
             iter(get_layers_from_vllm_config(vllm_config, Attention, layer_names).values())
         ).impl
-        self.most = most_appended(vllm_config, kv_cache_spec)
+        # A GPU's kernel for decoding is compiled for each number of queries.
+        most = most_appended(vllm_config, kv_cache_spec)
+        self.few = KERNEL_QUERIES if device.type == "cpu" else min(decode_tokens(vllm_config), most)
         # Graphs know where these are.
         rows, width = (
             vllm_config.scheduler_config.max_num_seqs,
@@ -218,29 +220,31 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
         page_ids.copy_(torch.where(self.first[:width] < lengths[:, None], table[:n, :width], -1))
         if not page_ids.is_contiguous():
             page_ids = page_ids.contiguous()
-        state, tokens, most = getattr(self.impl, "state", None), c.num_actual_tokens, c.max_query_len
-        alike = tokens == n * most and most <= self.most
-        appends = alike and self.device.type == "cuda" and not (state is not None and state.plans_closing)
+        state, tokens, most = self.impl.state, c.num_actual_tokens, c.max_query_len
+        alike, on_gpu = tokens == n * most and most <= self.few, self.device.type == "cuda"
         parts: list[Part | Chunks] = [Part(slice(0, n), 0, most)]
         if not alike:
-            parts = _parts(c.query_start_loc_cpu[: n + 1].diff().tolist())
-            if self.device.type == "cuda":
-                parts = [self._grouped(part) for part in parts]
+            parts = _parts(c.query_start_loc_cpu[: n + 1].diff().tolist(), self.few)
+        if not alike and on_gpu:
+            parts = [self._grouped(part, c.seq_lens_cpu_upper_bound) for part in parts]
         if state is not None and state.canary is not None:
             state.canary.decoding = Decoding(page_ids, lengths, most) if alike else None
-        return LaminaMetadata(parts, page_ids, lengths, c.slot_mapping[:tokens], appends)
+        return LaminaMetadata(parts, page_ids, lengths, c.slot_mapping[:tokens], alike and on_gpu)
 
-    def _grouped(self, part: Part | Chunks) -> Part | Chunks:
+    def _grouped(self, part: Part | Chunks, lengths: Tensor | None) -> Part | Chunks:
         if isinstance(part, Part):
             return part
-        return replace(part, groups=group_rows(part.counts, self.impl.num_heads, self.impl.head_size, self.device))
+        # Lengths are too long at most, and then not of a chunk that is the first.
+        fresh = None if lengths is None else [n == x for n, x in zip(part.counts, lengths[part.rows].tolist())]
+        impl = self.impl
+        return replace(part, groups=group_rows(part.counts, impl.num_heads, impl.head_size, self.device, fresh))
 
 
-def _parts(counts: list[int]) -> list[Part | Chunks]:
-    """Parts of a batch whose rows have so many tokens: what decodes, as far as it is alike, and what does not."""
+def _parts(counts: list[int], few: int) -> list[Part | Chunks]:
+    """Parts of a batch whose rows have so many tokens: those of up to ``few``, as far as they are alike, and others."""
     parts: list[Part | Chunks] = []
     row = first = 0
-    for n, group in itertools.groupby(counts, lambda n: n if n <= KERNEL_QUERIES else -1):
+    for n, group in itertools.groupby(counts, lambda n: n if n <= few else -1):
         alike = list(group)
         rows = slice(row, row + len(alike))
         if n > 0:
@@ -314,7 +318,6 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
             assert isinstance(part, Part)
             q, k, v = (_by_row(x, part) for x in (query, key, value))
             kept = state.canary.kept[i] if state.canary is not None else None
-            kept = kept if part.queries <= state.model.decode_tokens else None
             new = NewRows(k, v, state.closer.damaged, 0, kept)
             to = output[part.tokens].unflatten(0, (-1, part.queries))
             result = attend_cuda(q, view, basis, new=new, out=to if basis.sinks is None else None)

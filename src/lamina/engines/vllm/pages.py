@@ -246,6 +246,10 @@ class BlockPages:
             dropped += n
         return dropped
 
+    def touch(self, page: int) -> None:
+        """Have the next :meth:`flush` tell of a page."""
+        self._changed.add(page)
+
     def flush(self) -> None:
         """Tell the device what has changed."""
         if self._changed and self._there is not self.table:
