@@ -182,6 +182,7 @@ def check_slots(state):
     """No slot is lost or used twice, counts are right, and layers differ in planes alone."""
     pages, cells = state.pages, state.pages.cells
     check_slabs(pages)
+    assert (pages.planes == (cells[:, :, FINE:EXACT] >= 0).sum((0, 2))).all()
     exact = cells[0, :, EXACT][cells[0, :, EXACT] >= 0].tolist()
     assert sorted(exact + pages.free_exact.free) == list(range(pages.free_exact.size))
     assert (cells[0][:, [START, EXACT]] == cells[1][:, [START, EXACT]]).all()

@@ -23,10 +23,11 @@ def main() -> None:
     task, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        skip_tokenizer_init=True, dtype="float32", block_size=64, enforce_eager=True, max_logprobs=200, seed=0,
-        **task["engine"],
-    )  # fmt: skip
+    usual = {
+        "skip_tokenizer_init": True, "dtype": "float32", "block_size": 64, "enforce_eager": True, "max_logprobs": 200,
+        "seed": 0,
+    }  # fmt: skip
+    llm = LLM(**usual | task["engine"])
     answers, steps = [], _watch(llm.llm_engine.engine_core.engine_core.scheduler)
     for call in task["calls"]:
         params = SamplingParams(

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is tested in an environment of its own: make test-vllm")
 
-from lamina import LaminaCache
+from lamina import Controller, ControllerConfig, LaminaCache
+from lamina.basis.calibrate import calibrate
 from lamina.engines.hf import cache_kwarg
+from lamina.engines.vllm.sizes import LayerShape, exact_pages, sizes
 from lamina.errors import UnsupportedModelError
+from lamina.pages import WindowConfig
 from tiny_models import VOCAB, build, profile_of, tokens
 
 DRIVE = Path(__file__).with_name("drive.py")
@@ -150,6 +155,71 @@ def test_the_controller_decides_while_requests_run(drive):
     assert {bits for pair in found["stats"]["tiers"] for bits in pair} <= {2, 4, 8}
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+REPEATED = (20, 63, 64, 65, 130, 280, 320, 700)
+
+
+@pytest.mark.parametrize("tiers", [8, 2])
+def test_drafts_that_are_taken_back_leave_nothing_behind(drive, tiers):
+    prompts = [(tokens(1, 17 + i, i)[0].tolist() * 60)[:n] for i, n in enumerate(REPEATED)]
+    plain = drive({"tiers": tiers}, [call(prompts, 96)])
+    expected = first(plain["answers"][0])
+    # The second call finds pages that were filled while drafts were taken back; the last one lets the others' go.
+    again = [p + answer[:72] for p, answer in zip(prompts, expected)]
+    found = drive(
+        {"tiers": tiers}, [call(prompts, 96), call(again, 24), call([[1, 2, 3]], 1)],
+        speculative_config=NGRAM, async_scheduling=False, enable_prefix_caching=True,
+    )  # fmt: skip
+    assert agree(first(found["answers"][0]), expected) >= 7
+    assert agree(first(found["answers"][1]), [answer[72:] for answer in expected]) >= 7
+    assert [a["cached"] for a in found["answers"][1]] == [(n + 71) // 64 * 64 for n in REPEATED]
+    kept = gone = 0
+    for answer in found["answers"][0]:
+        for (start, n), (then, _) in pairwise(answer["steps"][1:]):
+            kept, gone = kept + then - start - 1, gone + n - (then - start)
+    assert kept > 20 and gone > 20
+    stats = found["stats"]
+    # No call fills a page that the first has not filled: all that were filled are closed, each once.
+    planes = {8: 12, 2: 0}[tiers]
+    assert stats["arena_used"] == planes * sum((n + 95) // 64 for n in REPEATED)
+    assert stats["planes_shed"] == stats["non_finite"] == stats["hits_below_tier"] == 0 and stats["requests"] == 1
+
+
+STATE = Controller(ControllerConfig(), [(2, 2)] * 2).snapshot()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps(STATE)[:-100], "state.json cannot be read as a controller's state ("),
+        ("[1, 2]", "this is no snapshot of a controller"),
+        (json.dumps(STATE | {"random": [3, [1, 2], None]}), "the controller's snapshot is damaged (ValueError("),
+        (json.dumps(Controller(ControllerConfig(), [(2, 2)] * 3).snapshot()), "has 3 layers, the model 2"),
+    ],
+    ids=["cut off", "a list", "no generator", "another model's"],
+)
+def test_a_damaged_controller_state_is_refused_at_the_start(drive, tmp_path, text, message):
+    path = tmp_path / "state.json"
+    path.write_text(text)
+    asked = {"deterministic": False, "controller": {}, "controller_state": str(path)}
+    assert message in drive(asked, [], fails=True)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-100], " cannot be read as a profile ("),
+        (lambda data: data[:-100] + b"\xff" * 100, ": layer 1: v_forward holds NaN or Inf"),
+    ],
+    ids=["cut off", "overwritten"],
+)
+def test_a_damaged_profile_is_refused_at_the_start(drive, folder, tmp_path, damage, message):
+    path = tmp_path / "damaged.profile"
+    path.write_bytes(damage((folder / "model.profile").read_bytes()))
+    assert f"{path}{message}" in drive({"profile": str(path)}, [], fails=True)
+
+
 @pytest.mark.parametrize(
     ("lamina", "engine", "message"),
     [
@@ -184,6 +254,38 @@ def test_capacity_is_logged_next_to_16_bits(drive):
     found = drive({"tiers": 2}, [call([[1, 2, 3]], 1)])
     (line,) = [x for x in found["log"].splitlines() if "Lamina: 2.00 bits" in x]
     assert "requests of 2,048" in line and "16 bits:" in line
+
+
+def test_two_bits_hold_more_than_six_times_the_tokens_of_16(drive, tmp_path):
+    heads, dim = 8, 128
+    model = build("Llama", head_dim=dim, num_attention_heads=heads, num_key_value_heads=heads)
+    profile = calibrate(model, [tokens(2, 384, seed) for seed in (100, 101)], model_id="wide")
+    model.save_pretrained(tmp_path / "wide")
+    profile.save(tmp_path / "wide.profile")
+    found = drive(
+        {"profile": str(tmp_path / "wide.profile"), "tiers": 2}, [call([tokens(1, 200, 1)[0].tolist()], 4)],
+        model=str(tmp_path / "wide"), dtype="bfloat16",
+    )  # fmt: skip
+    (line,) = [x for x in found["log"].splitlines() if "Lamina: 2.00 bits" in x]
+    ours, pages, theirs = (
+        int(re.search(what, line)[1].replace(",", ""))
+        for what in (r"bits, ([\d,]+) tokens", r", (\d+) exact pages", r"16 bits: ([\d,]+) tokens")
+    )
+    assert ours == 64 * found["blocks"]
+    shapes, used = [LayerShape(i, heads, 0, dim) for i in range(2)], found["stats"]["bytes"]
+    dense = 2 * 2 * heads * 64 * dim * 2
+    assert dense * found["blocks"] / (used["codes"] + used["scales"]) >= 6.5
+    assert dense * found["blocks"] / (used["codes"] + used["scales"] + used["tables"]) >= 6.5
+    assert pages == found["stats"]["exact_pages"] == exact_pages(WindowConfig(64, 256, 0), 8, 4096)
+    assert theirs == sum(used.values()) // dense * 64
+    # What requests of 32,768 tokens take, exact pages included.
+    for batched in (2048, 8192):
+        for n in range(1, 9):
+            most = exact_pages(WindowConfig(64, 256, 0), n, batched)
+            share = sizes(10**9, shapes, 2, [(2, 2)] * 2, "auto", most)
+            taken = n * 512 * (share.block_bytes + share.book_bytes) + most * share.exact_bytes
+            print(f"{batched} tokens a step, {n} requests: {n * 512 * dense / taken:.2f} times")
+    assert n * 512 * dense / taken > 5
 
 
 def test_an_engine_without_lamina_is_vllms_own(drive, exact):

@@ -289,7 +289,8 @@ DEVICE void append(const NewRows& R, int tokens, int h, int b) {
     if (bad && !R.mark) atomicAdd(R.damaged, bad);
 }
 
-// q' = q q_forward, scaled, in the form that lamina_decode takes. One block a sequence and KV head; SLICES * WIDE threads.
+// q' = q q_forward, scaled, in the form that lamina_decode takes. One block a sequence and KV head, and one more each that
+// appends new rows, if there are any; SLICES * WIDE threads.
 extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
     const void* q, i64 stride_b, i64 stride_h, i64 stride_t, const float* q_forward, float scale, int tokens,
     char* packed, float* meta, float* exact, const __grid_constant__ NewRows new_rows
@@ -303,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
     for (int k = 0; k < STEP; k++) row[k] = d < D ? matrix[k * D] : 0.f;
     finished_before();
     next_may_start();
-    if (new_rows.k) append(new_rows, tokens, h, b);
+    if (blockIdx.z) return append(new_rows, tokens, h, b);
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
     for (int i = threadIdx.x; i < NCOL * D; i += blockDim.x) {
         const int col = i / D, token = col / G, head = h * G + col % G;

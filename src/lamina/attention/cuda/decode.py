@@ -244,7 +244,7 @@ def transform_queries(
             view.page_ids.shape[1], new.mark,
         )  # fmt: skip
     _module(geometry, device).launch(
-        "lamina_query", (n_kv, batch, 1), geometry.row_threads, q_bhtd,
+        "lamina_query", (n_kv, batch, 1 if new is None else 2), geometry.row_threads, q_bhtd,
         *(ctypes.c_longlong(x) for x in q_bhtd.stride()[:3]), basis.q_forward, basis.scaling * LOG2E, tokens,
         packed, meta, exact, rows_in, early=True,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Changes of page tables on NVIDIA GPUs, gathered and made by the kernel of ``tables.cu``."""
 
+import ctypes
 from functools import cache
 
 import torch
@@ -45,3 +46,22 @@ class Patches:
             patches, values = (to_device(torch.cat(x), self.device) for x in (self._patches, self._values))
             _module(self.device).launch("lamina_patch", (len(patches), 1, 1), THREADS, patches, values)
         self._patches, self._values, self._n = [], [], 0
+
+
+def fill_page_ids(blocks: Tensor, seq_lens: Tensor, page_ids: Tensor, lengths: Tensor) -> None:
+    """Take page ids and lengths of a batch from an engine's block table, in one launch.
+
+    Parameters
+    ----------
+    blocks : Tensor
+        int32 ``[B, at least P]`` on a GPU, rows contiguous: what is behind a row's last page does not matter.
+    seq_lens : Tensor
+        int32 ``[B]``.
+    page_ids, lengths : Tensor
+        int32 ``[B, P]``, contiguous, and ``[B]``: are written; -1 behind the last page.
+    """
+    batch, width = page_ids.shape
+    _module(blocks.device).launch(
+        "lamina_page_ids", (batch, 1, 1), 8 * THREADS, blocks, ctypes.c_longlong(blocks.stride(0)), seq_lens, width,
+        page_ids, lengths,
+    )  # fmt: skip

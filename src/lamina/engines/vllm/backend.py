@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from lamina.attention.cuda.decode import MOST_QUERIES, NewRows, attend_cuda
 from lamina.attention.cuda.prefill import Group, attend_groups, group_rows
+from lamina.attention.cuda.tables import fill_page_ids
 from lamina.attention.dispatch import KERNEL_QUERIES, attend
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.codec import PAGE_TOKENS
@@ -196,7 +197,6 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
         )
         self.page_ids = torch.full((rows, width), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.first = torch.arange(width, dtype=torch.int32, device=device) * PAGE_TOKENS
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -209,17 +209,15 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> LaminaMetadata:
         """Find the parts of a step."""
-        c = common_attn_metadata
-        n, table = c.num_reqs, c.block_table_tensor
-        page_ids, lengths = self.page_ids[:n], self.lengths[:n]
-        if self.device.type == "cpu":
+        c, n = common_attn_metadata, common_attn_metadata.num_reqs
+        page_ids, lengths, table = self.page_ids[:n], self.lengths[:n], c.block_table_tensor
+        if self.device.type == "cuda":
+            fill_page_ids(table, c.seq_lens, page_ids, lengths)
+        else:
             # Attention in torch goes through all columns.
-            page_ids = page_ids[:, : max(-(-int(c.seq_lens[:n].max()) // PAGE_TOKENS), 1)]
-        width = page_ids.shape[1]
-        lengths.copy_(c.seq_lens[:n])
-        page_ids.copy_(torch.where(self.first[:width] < lengths[:, None], table[:n, :width], -1))
-        if not page_ids.is_contiguous():
-            page_ids = page_ids.contiguous()
+            width = max(-(-int(c.seq_lens[:n].max()) // PAGE_TOKENS), 1)
+            lengths, ids = c.seq_lens[:n].int(), table[:n, :width]
+            page_ids = torch.where(PAGE_TOKENS * torch.arange(width) < lengths[:, None], ids, -1)
         state, tokens, most = self.impl.state, c.num_actual_tokens, c.max_query_len
         alike, on_gpu = tokens == n * most and most <= self.few, self.device.type == "cuda"
         parts: list[Part | Chunks] = [Part(slice(0, n), 0, most)]

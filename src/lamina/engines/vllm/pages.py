@@ -77,6 +77,8 @@ class BlockPages:
         float32 ``[L, N, 2, 2]``: predicted loss of reading K or V at 2 or at 4 bits.
     users, holders : ndarray
         int32 ``[N]``: requests that have a page, and those of them that still need its exact rows.
+    planes : ndarray
+        int32 ``[N]``: slots of ``slabs`` that a page has, over all layers.
     idle : OrderedDict
         Pages without users that have exact rows, the longest unused first.
     """
@@ -97,6 +99,7 @@ class BlockPages:
             self._there = self.table if device.type == "cpu" else self.table.to(device)
         self.cells = self.table.numpy()
         self.users, self.holders = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        self.planes = np.zeros(n, np.int32)
         self.free_slabs, self.free_exact = Slots(slabs), Slots(exact_slots)
         self.idle: OrderedDict[int, None] = OrderedDict()
         self._changed: set[int] = set()
@@ -177,6 +180,7 @@ class BlockPages:
                 layers = np.flatnonzero(bits[:, side] >= least)
                 slots = self.free_slabs.take(len(layers) * len(pages)).reshape(len(layers), len(pages))
                 self.cells[layers[:, None], np.array(pages)[None], columns] = slots
+                self.planes[pages] += len(layers)
         self._changed.update(pages)
 
     def retain(self, pages: list[int], held: list[int]) -> None:
@@ -210,8 +214,8 @@ class BlockPages:
     def packed_bytes(self) -> tuple[int, int]:
         """Bytes and pages, over all layers, of what requests read packed: closed pages in use without exact rows."""
         pages = np.flatnonzero((self.users > 0) & (self.cells[0, :, TIER] > 0) & (self.cells[0, :, EXACT] < 0))
-        slabs, n = int((self.cells[:, pages, FINE:EXACT] >= 0).sum()), len(pages) * self.n_layers
-        return n * self.layout.record_bytes + slabs * self.layout.slab_bytes, n
+        n = len(pages) * self.n_layers
+        return n * self.layout.record_bytes + int(self.planes[pages].sum()) * self.layout.slab_bytes, n
 
     def shed(self, slots: int, reduce: Callable[[Tensor], Tensor]) -> int:
         """Free at least ``slots`` slots, if that many are in use, by dropping the planes of least predicted loss.
@@ -242,6 +246,7 @@ class BlockPages:
                 cells = layers[at], pages[at], first + sides[at] * (1 if first == FINE else 2)
                 self.free_slabs.give(self.cells[cells])
                 self.cells[cells] = -1
+                np.subtract.at(self.planes, pages[at], 1)
             self._changed.update(pages.tolist())
             dropped += n
         return dropped
@@ -285,6 +290,7 @@ class BlockPages:
         slots = self.cells[:, pages, FINE:EXACT]
         self.free_slabs.give(slots[slots >= 0])
         self.cells[:, pages, FINE:EXACT] = -1
+        self.planes[pages] = 0
         self._changed.update(pages)
 
     def _release_exact(self, pages: list[int]) -> None:

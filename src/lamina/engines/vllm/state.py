@@ -136,6 +136,7 @@ class WorkerState:
         self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
         self.told, self.decided, self.plans_closing = -math.inf, self.tiers, False
+        self._damaged = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.canary: StepCanary | None = None
         if controller is not None:
             control = LiveControl(controller, [s.index for s in model.shapes])
@@ -191,8 +192,10 @@ class WorkerState:
         self._close([p for r in self.requests.values() for p in _full(r, r.length)])
         running, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
         preempted = output.preempted_req_ids or ()
-        for name in [*output.finished_req_ids, *preempted, *running.resumed_req_ids]:
-            self._remove(name)
+        # Sets come in another order on every rank.
+        for names in (output.finished_req_ids, preempted, running.resumed_req_ids):
+            for name in sorted(names):
+                self._remove(name)
         self.counts["preempted"] += len({*preempted, *running.resumed_req_ids})
         added = [
             b for new in output.scheduled_new_reqs for b in new.block_ids[0][new.num_computed_tokens // PAGE_TOKENS :]
@@ -220,8 +223,14 @@ class WorkerState:
             longest = max((r.length for r in self.requests.values()), default=0)
             self.canary.begin_step(found.pop() if decoding else None, longest)
 
-    def stats(self) -> dict[str, Any]:
-        """Figures of this worker: bytes by kind, bits, what was shed, and what the controller decided."""
+    def stats(self, wait: bool = True) -> dict[str, Any]:
+        """Figures of this worker: bytes by kind, bits, what was shed, and what the controller decided.
+
+        ``wait``: until a GPU has counted the numbers that were not finite, or else what it had at the last call.
+        """
+        damaged = int(self._damaged)
+        self._damaged.copy_(self.closer.damaged, non_blocking=not wait)
+        damaged = int(self._damaged) if wait else damaged
         packed, pages = self.pages.packed_bytes()
         arena, exact = self.pages.free_slabs, self.pages.free_exact
         counted = ("preempted", "planes_shed", "hits", "hits_below_tier", "firings", "tier_changes")
@@ -236,7 +245,7 @@ class WorkerState:
             "arena_used": arena.used,
             "exact_pages": exact.size,
             "exact_used": exact.used,
-            "non_finite": int(self.closer.damaged),
+            "non_finite": damaged,
             **{name: self.counts[name] for name in counted},
         }
         if self.controller is not None:
@@ -248,7 +257,7 @@ class WorkerState:
         """Write the figures for those who serve them, at most once a second."""
         if time.monotonic() - self.told >= 1:
             self.told = time.monotonic()
-            replace_json(path, {"engine": engine, **self.stats()})
+            replace_json(path, {"engine": engine, **self.stats(wait=False)})
 
     def _fired(self, firing: Firing) -> None:
         before, self.decided = self.decided, firing.tiers
