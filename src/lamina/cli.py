@@ -446,6 +446,8 @@ def plan(
     reserve: Annotated[float, typer.Option(help="Percent of the memory kept for activations and the rest.")] = 10.0,
     sink: Sink = 64,
     recent: Recent = 256,
+    engine: Annotated[str, typer.Option(help="Whose pools: transformers or vllm.")] = "transformers",
+    batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's --max-num-batched-tokens.")] = 8192,
     json: Json = False,
 ) -> None:
     """Say how many tokens and requests fit into a memory, from the model's configuration alone."""
@@ -465,6 +467,8 @@ def plan(
         reserve=reserve,
         sink=sink,
         recent=recent,
+        engine=engine,
+        batched_tokens=batched_tokens,
     )
     found = make_plan(request, screen)
     screen.publish(found.as_json(), json, plan_table(found), *found.notes)

@@ -4,12 +4,14 @@ from functools import lru_cache
 import pytest
 import torch
 
-from lamina.app.plan import longest, sequence_bytes, slot_bytes
+from lamina.app.plan import chunk_bytes, longest, sequence_bytes, served_bytes, slot_bytes
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import CodecConfig
 from lamina.engines.hf import LaminaCache, cache_kwarg
+from lamina.engines.vllm.config import AUTO
+from lamina.engines.vllm.sizes import LayerShape, exact_pages, sizes
 from lamina.errors import ConfigError
 from lamina.pages import Budget, EncodingWriter, LayerStore, WindowConfig
 from lamina.pages.layout import RecordLayout
@@ -126,6 +128,22 @@ def test_one_tier_is_for_all_layers():
         sequence_bytes(geometry, [(4, 2)] * 3, 3000, torch.bfloat16, window)
 
 
+@pytest.mark.parametrize("tiers", [[(2, 2)], [(4, 2)], [(2, 2), (8, 4)]])
+@pytest.mark.parametrize("tokens", [64, 1000, 32768])
+def test_requests_of_vllm_are_as_many_as_its_pools_hold(tiers, tokens):
+    geometry, window, n = model_geometry(make_model().config), WindowConfig(64, 256, 0), 7
+    chunk = chunk_bytes(geometry, 512, torch.bfloat16)
+    available = n * served_bytes(geometry, tiers, tokens, torch.bfloat16, window) + chunk
+    shapes = [LayerShape(i, g.n_kv_heads, 0, g.head_dim) for i, g in geometry.packed.items()]
+    by_layer = [tiers[i % len(tiers)] for i in geometry.packed]
+    for spare, pages in ((0, n * -(-tokens // 64)), (-1, n * -(-tokens // 64) - 1)):
+        shares = sizes(available + spare, shapes, 2, by_layer, AUTO, exact_pages(window, n, 512))
+        if shares.exact_pages == exact_pages(window, n, 512):
+            assert shares.blocks == pages
+        else:
+            assert tokens == 64 and shares.blocks >= pages, "fewer exact pages than requests could have are enough"
+
+
 @pytest.mark.parametrize("budget", [0, 1, 99, 100, 101, 12345])
 def test_longest(budget):
     assert longest(lambda tokens: 100 * tokens, budget) == budget // 100
@@ -170,6 +188,9 @@ def test_settings_change_the_plan(plan, tiny):
     assert [r["name"] for r in plan("--memory", "8M", "--tier", "8", "--tier", "k2v4")["rows"]][2:] == ["8", "k2v4"]
     rows = {r["name"]: r for r in plan("--memory", "8M", "--profile", tiny.profile)["rows"]}
     assert rows["profile's"]["request_bytes"] == rows["k4v2"]["request_bytes"]
+    on_vllm = plan("--memory", "8M", "--engine", "vllm", "--batched-tokens", 64)
+    assert on_vllm["rows"][2]["request_bytes"] < base["rows"][2]["request_bytes"], "nothing is kept to roll back"
+    assert any("--max-num-seqs" in note for note in on_vllm["notes"])
     assert any("fewer than the context" in note for note in plan("--memory", "8M", "--context", 5000)["notes"])
 
 
@@ -191,6 +212,8 @@ def test_the_table(tiny, lamina):
         (("--memory", "8M", "--reserve", "100"), "--reserve"),
         (("--memory", "8M", "--profile", "missing"), "no profile at missing"),
         (("--memory", "8M", "--recent", "100"), "recent=100"),
+        (("--memory", "8M", "--engine", "sglang"), "unknown engine sglang transformers vllm"),
+        (("--memory", "8M", "--engine", "vllm", "--batched-tokens", "100000"), "--batched-tokens"),
     ],
 )
 def test_wrong_settings(tiny, refused, args, words):

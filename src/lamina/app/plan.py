@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from lamina.basis.geometry import ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
 from lamina.codec.packing import SLABS_OF_BITS
+from lamina.engines.vllm.pages import BOOK_BYTES
+from lamina.engines.vllm.sizes import LayerShape
 from lamina.errors import ConfigError, UnsupportedModelError
 from lamina.pages import Budget, LayerStore, WindowConfig
 from lamina.pages.ids import table_bytes
 from lamina.pages.pool import GROWTH
 
 DEFAULT_TIERS = ("2", "k4v2", "4", "8")
+TRANSFORMERS, VLLM = ENGINES = ("transformers", "vllm")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class PlanRequest:
     reserve: float = 10.0
     sink: int = 64
     recent: int = 256
+    engine: str = TRANSFORMERS
+    batched_tokens: int = 8192
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,11 @@ def make_plan(request: PlanRequest, screen: Screen) -> Plan:
     if not 0 <= request.reserve < 100:
         raise ConfigError(f"--reserve {request.reserve} is not a percentage from 0 to below 100")
     dtype = DTYPES[request.dtype]
-    window = WindowConfig(sink=request.sink, recent=request.recent)
+    if request.engine not in ENGINES:
+        raise ConfigError(f"unknown engine {request.engine!r}; choose {' or '.join(ENGINES)}")
+    on_vllm = request.engine == VLLM
+    # vLLM never takes back what is encoded, so nothing is kept for it.
+    window = WindowConfig(request.sink, request.recent, *[0] * on_vllm)
     vectors = {tier_name(parse_tier(t)): [parse_tier(t)] for t in request.tiers}
     config = load_config(request.model, screen)
     geometry = model_geometry(config)
@@ -122,8 +131,15 @@ def make_plan(request: PlanRequest, screen: Screen) -> Plan:
     def plain(tokens: int) -> int:
         return geometry.elements(tokens) + geometry.window_elements(tokens)
 
-    sizes: dict[str, Callable[[int], int]] = {"bf16": lambda t: 2 * plain(t), "fp8": plain}
-    sizes |= {name: _sizer(geometry, tiers, dtype, window) for name, tiers in vectors.items()}
+    chunk = chunk_bytes(geometry, request.batched_tokens, dtype) if on_vllm else 0
+    if free <= chunk:
+        raise ConfigError(
+            f"exact rows of a step's {request.batched_tokens:,} tokens take {format_bytes(chunk)}, more than the "
+            f"{format_bytes(free)} that are left; plan with a lower --batched-tokens"
+        )
+    each = served_bytes if on_vllm else sequence_bytes
+    plans: dict[str, tuple[Callable[[int], int], int]] = {"bf16": (lambda t: 2 * plain(t), 0), "fp8": (plain, 0)}
+    plans |= {name: (partial(_sized, each, geometry, tiers, dtype, window), chunk) for name, tiers in vectors.items()}
     return Plan(
         model=request.model,
         dtype=request.dtype,
@@ -134,8 +150,8 @@ def make_plan(request: PlanRequest, screen: Screen) -> Plan:
         context=context,
         max_positions=geometry.max_positions,
         max_batch=request.max_batch,
-        rows=[_row(name, size, context, free, request.max_batch) for name, size in sizes.items()],
-        notes=_notes(config, geometry, context, window),
+        rows=[_row(name, size, context, free - fixed, request.max_batch) for name, (size, fixed) in plans.items()],
+        notes=_notes(config, geometry, context, window, request),
     )
 
 
@@ -174,6 +190,26 @@ def sequence_bytes(
         fixed = pages * page + table_bytes(1, pages, mirrored=True) + min(pages, windowed) * exact
         total += n * (fixed + closed * slab * (SLABS_OF_BITS[k] + SLABS_OF_BITS[v] - 2))
     return total
+
+
+def served_bytes(
+    geometry: ModelGeometry, tiers: Sequence[tuple[int, int]], tokens: int, dtype: torch.dtype, window: WindowConfig
+) -> int:
+    """Bytes of one request in vLLM, whose blocks and pools are of a fixed size: as :func:`sequence_bytes`."""
+    pages, kept = -(-tokens // PAGE_TOKENS), (window.sink + window.recent) // PAGE_TOKENS + 1
+    total = 0
+    for i, g in geometry.packed.items():
+        layout = LayerShape(i, g.n_kv_heads, 0, g.head_dim).layout
+        planes = sum(SLABS_OF_BITS[bits] - 1 for bits in tiers[i % len(tiers)])
+        total += pages * (layout.record_bytes + BOOK_BYTES + planes * layout.slab_bytes)
+        total += kept * 8 * layout.slab_bytes * dtype.itemsize
+    return total
+
+
+def chunk_bytes(geometry: ModelGeometry, batched_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that vLLM sets aside for exact rows of the prompts of a step."""
+    pages = batched_tokens // PAGE_TOKENS + 1
+    return sum(pages * 2 * PAGE_TOKENS * g.n_kv_heads * g.head_dim * dtype.itemsize for g in geometry.packed.values())
 
 
 @lru_cache
@@ -222,10 +258,11 @@ class _NoWriter:
         raise NotImplementedError
 
 
-def _sizer(
-    geometry: ModelGeometry, tiers: list[tuple[int, int]], dtype: torch.dtype, window: WindowConfig
-) -> Callable[[int], int]:
-    return lambda tokens: sequence_bytes(geometry, tiers, tokens, dtype, window)
+def _sized(
+    each: Callable[..., int], geometry: ModelGeometry, tiers: list[tuple[int, int]], dtype: torch.dtype,
+    window: WindowConfig, tokens: int,
+) -> int:  # fmt: skip
+    return each(geometry, tiers, tokens, dtype, window)
 
 
 def _row(name: str, size: Callable[[int], int], context: int, free: int, max_batch: int) -> PlanRow:
@@ -233,12 +270,15 @@ def _row(name: str, size: Callable[[int], int], context: int, free: int, max_bat
     return PlanRow(name, request / context, request, longest(size, free // max_batch), free // request)
 
 
-def _notes(config: Any, geometry: ModelGeometry, context: int, window: WindowConfig) -> list[str]:
+def _notes(config: Any, geometry: ModelGeometry, context: int, window: WindowConfig, request: PlanRequest) -> list[str]:
     exact = window.sink + window.recent + window.rollback + PAGE_TOKENS
-    notes = [
-        f"Lamina's rows include {exact} exact tokens a request, page tables and all scales; pools grow in steps, "
-        f"up to {GROWTH:.0%} more, unless max_bytes is set.",
-    ]
+    of_engine = f"pools grow in steps, up to {GROWTH:.0%} more, unless max_bytes is set"
+    if request.engine == VLLM:
+        of_engine = (
+            f"{request.batched_tokens:,} tokens of prompts a step have exact rows besides; give --max-num-seqs as many "
+            "requests as fit, for exact rows are set aside for each"
+        )
+    notes = [f"Lamina's rows include {exact} exact tokens a request, page tables and all scales; {of_engine}."]
     if context > geometry.max_positions:
         notes.append(f"The model was made for {geometry.max_positions:,} positions, fewer than the context asked for.")
     if getattr(config, "quantization_config", None):
