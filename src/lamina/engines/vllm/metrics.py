@@ -20,6 +20,7 @@ SINGLE = {
     "hits": "Blocks found by the prefix cache",
     "hits_below_tier": "Blocks found by the prefix cache that had lost planes before",
     "preempted": "Requests that were preempted",
+    "non_finite": "Numbers of keys and values that were NaN or Inf",
     "firings": "Decisions of the controller",
     "tier_changes": "Tiers of layers and sides that these changed",
 }

@@ -270,10 +270,11 @@ class BlockPages:
         layout, n = self.layout, self.n_layers * len(self.records[0])
         return {
             "codes": 2 * layout.slab_bytes * n,
-            "scales": (layout.record_bytes - 2 * layout.slab_bytes) * n,
+            "scales": (layout.center_offset - layout.scale_offset) * n,
+            "centers": (layout.record_bytes - layout.center_offset) * n,
             "arena": self.slabs.nbytes,
-            "exact": self.exact.nbytes,
-            "tables": BOOK_BYTES * n,
+            "windows": self.exact.nbytes,
+            "page_tables": BOOK_BYTES * n,
         }
 
     def _bits_read(self, pages: list[int]) -> np.ndarray:
