@@ -2,10 +2,10 @@
 
     python benchmarks/serve_ranks.py --ranks 2 --steps 2000 --csv serve_ranks.csv
 
-A Llama of random weights in float32 (in bfloat16 ties of logits would decide), greedy. First the answers to 8 prompts of
-5 to 1,500 tokens at 8 bits, by one worker and by all ranks. Then all prompts again for ``--steps`` tokens with a live
-controller and an arena that is too small for its tiers; at the end every rank tells its tiers, signals, planes shed, and
-a hash of its page tables, slots and exact rows included.
+A Llama of random weights in float32 (in bfloat16 ties of logits would decide), greedy. First the answers to 8 prompts
+of 5 to 1,500 tokens at 8 bits, by one worker and by all ranks. Then all prompts again for ``--steps`` tokens with a
+live controller and an arena that is too small for its tiers; at the end every rank tells its tiers, signals, planes
+shed, and a hash of its page tables, slots and exact rows included.
 """
 
 import argparse
