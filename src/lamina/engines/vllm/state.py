@@ -135,7 +135,8 @@ class WorkerState:
         self.closer = closer_of(self.pages, encoders, model.dtype)
         self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
-        self.told, self.decided, self.plans_closing = -math.inf, self.tiers, False
+        self.told = self.kept_at = -math.inf
+        self.kept_firings, self.decided, self.plans_closing = 0, self.tiers, False
         self._damaged = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.canary: StepCanary | None = None
         if controller is not None:
@@ -192,11 +193,11 @@ class WorkerState:
         self._close([p for r in self.requests.values() for p in _full(r, r.length)])
         running, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
         preempted = output.preempted_req_ids or ()
+        self.counts["preempted"] += len({*preempted, *running.resumed_req_ids} & self.requests.keys())
         # Sets come in another order on every rank.
         for names in (output.finished_req_ids, preempted, running.resumed_req_ids):
             for name in sorted(names):
                 self._remove(name)
-        self.counts["preempted"] += len({*preempted, *running.resumed_req_ids})
         added = [
             b for new in output.scheduled_new_reqs for b in new.block_ids[0][new.num_computed_tokens // PAGE_TOKENS :]
         ]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ CALLS = ("stats", "set_tiers", "freeze", "save_controller", "load_controller", "
 
 SCRATCH = 1 << 30
 """Bytes of a GPU that attention of long chunks takes while it runs, at most."""
+
+KEPT_EVERY = 10
+"""Seconds between two times that a controller's state is written, at least."""
 
 logger = logging.getLogger("vllm.lamina")
 
@@ -98,6 +102,7 @@ def execute(worker: Any, inner: Any, scheduler_output: Any, *args: Any, **kwargs
     state = getattr(worker, "lamina", None)
     if state is not None:
         state.begin_step(scheduler_output)
+        _keep_state(worker, state)
         if worker.rank % worker.parallel_config.tensor_parallel_size == 0:
             state.tell(stats_path(worker.vllm_config), worker.parallel_config.data_parallel_index)
     return inner(scheduler_output, *args, **kwargs)
@@ -107,8 +112,7 @@ def shutdown(worker: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
     """Save the controller's state where that was asked for."""
     state = getattr(worker, "lamina", None)
     if state is not None:
-        if state.config.controller_state is not None and worker.rank == 0:
-            save_controller(worker, state.config.controller_state)
+        _keep_state(worker, state, ends=True)
         stats_path(worker.vllm_config).unlink(missing_ok=True)
     return inner(*args, **kwargs)
 
@@ -174,7 +178,10 @@ def load_controller(worker: Any, path: str) -> None:
         raise ConfigError(
             f"{path} cannot be read as a controller's state ({error}); remove it to start anew"
         ) from error
-    _controller(worker).load(found)
+    try:
+        _controller(worker).load(found)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def call(worker: Any, name: str, *args: Any) -> Any:
@@ -183,6 +190,17 @@ def call(worker: Any, name: str, *args: Any) -> Any:
         return {n: globals()[n] for n in CALLS}[name](worker, *args)
     except (LaminaError, TypeError) as error:
         return {"error": str(error)}
+
+
+def _keep_state(worker: Any, state: WorkerState, ends: bool = False) -> None:
+    """Write the controller's state where that was asked for: at the end, and after decisions, as workers may be killed."""
+    path, now = state.config.controller_state, time.monotonic()
+    if path is None or worker.rank != 0:
+        return
+    decided = state.counts["firings"] != state.kept_firings and now - state.kept_at >= KEPT_EVERY
+    if ends or decided:
+        state.kept_firings, state.kept_at = state.counts["firings"], now
+        save_controller(worker, path)
 
 
 def _state(worker: Any) -> WorkerState:
