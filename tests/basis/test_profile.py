@@ -144,6 +144,24 @@ def test_each_kind_of_damage_has_its_error(change: Callable[[dict, Tensors], Non
     assert str(path) in str(e.value)
 
 
+def test_a_flipped_bit_is_found(path: Path) -> None:
+    profile_of("Llama").save(path)
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ProfileError, match=r"its numbers have the checksum \d+, not \d+ as when written"):
+        Profile.load(path)
+
+
+def test_a_profile_without_a_checksum_as_of_before_is_read(path: Path) -> None:
+    profile_of("Llama").save(path)
+    with safe_open(path, framework="pt") as f:
+        meta, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    meta.pop("crc32")
+    save_file(tensors, path, metadata=meta)
+    assert len(Profile.load(path).layers) == 2
+
+
 def test_files_that_are_no_profiles(tmp_path: Path) -> None:
     missing = tmp_path / "missing.lamina"
     with pytest.raises(ProfileError, match=r"there is no profile at .*missing.lamina; make one with `lamina calibrate"):

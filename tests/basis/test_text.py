@@ -77,7 +77,7 @@ def test_file_kinds(tmp_path):
     records = [{"text": "one"}, {"text": "  "}, {"text": "tw\u00f6"}]
     plain = write(tmp_path / "data.jsonl", records)
     zipped = tmp_path / "data.jsonl.gz"
-    zipped.write_bytes(gzip.compress(Path(plain).read_bytes()))
+    zipped.write_bytes(gzip.compress(Path(plain).read_bytes(), mtime=0))
     listed = tmp_path / "data.json"
     listed.write_text(json.dumps(records))
     for path in (plain, zipped, listed):
@@ -114,7 +114,7 @@ def test_half_surrogates_become_valid_text(tmp_path):
         ("empty.txt", b" \n\n", None, "holds no text"),
         ("empty.jsonl", b"", None, "holds no text"),
         ("binary.txt", b"abc\xff\xfe", None, "not UTF-8.*byte 3"),
-        ("cut.txt.gz", gzip.compress(b"hello" * 99)[:-12], None, "cannot read"),
+        ("cut.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:-12], None, "cannot read"),
         ("plain.txt.gz", b"hello", None, "cannot read"),
         ("plain.txt", b"hello", "text", "no field 'text'"),
     ],

@@ -111,11 +111,6 @@ class WorkerState:
         Decides the tiers.
     mean_losses : callable
         Averages predicted losses over the ranks of tensor parallelism, that all shed alike.
-
-    Attributes
-    ----------
-    plans_closing : bool
-        Whether pages close within the step that runs, layer by layer.
     """
 
     def __init__(
@@ -136,7 +131,7 @@ class WorkerState:
         self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
         self.told = self.kept_at = -math.inf
-        self.kept_firings, self.decided, self.plans_closing = 0, self.tiers, False
+        self.kept_firings, self.decided = 0, self.tiers
         self._damaged = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.canary: StepCanary | None = None
         if controller is not None:
@@ -336,7 +331,6 @@ class WorkerState:
         if pages:
             self.pages.close(pages, tiers)
         self.closer.plan(pages, tiers)
-        self.plans_closing = bool(pages)
 
     def _room(self, n: int) -> Tiers:
         """Bits of ``n`` pages that close: the tiers, or as many as there is room for once planes were shed."""

@@ -193,7 +193,7 @@ def call(worker: Any, name: str, *args: Any) -> Any:
 
 
 def _keep_state(worker: Any, state: WorkerState, ends: bool = False) -> None:
-    """Write the controller's state where that was asked for: at the end, and after decisions, as workers may be killed."""
+    """Write the controller's state if that was asked for: after decisions, as workers may be killed, and at the end."""
     path, now = state.config.controller_state, time.monotonic()
     if path is None or worker.rank != 0:
         return
