@@ -437,6 +437,8 @@ def test_bytes_are_shared_out_over_blocks_arena_and_exact_rows():
     assert (base.blocks, base.slabs, base.exact_bytes) == ((80 * 10**9 - 100 * exact) // block, 0, exact)
     k4 = sizes(80 * 10**9, shapes, 2, [(4, 2)] * 36, AUTO, 100)
     assert k4.slabs == 36 * k4.blocks and k4.blocks == (80 * 10**9 - 100 * exact) // (block + 36 * 16384)
+    assert sizes(80 * 10**9, shapes, 2, [(2, 2)] * 36, AUTO, 100, 3.0) == k4, "room for what a controller aims at"
+    assert sizes(80 * 10**9, shapes, 2, [(8, 8)] * 36, AUTO, 100, 3.0).slabs % (6 * 36) == 0
     own = sizes(80 * 10**9, shapes, 2, [(8, 8)] * 36, 10, 100)
     assert own.slabs == 10**10 // 16384 and own.blocks == (70 * 10**9 - 100 * exact) // block
     assert sizes(10**9, shapes, 2, [(2, 2)] * 36, AUTO, 10**6).exact_pages == 10**9 // (block + exact)

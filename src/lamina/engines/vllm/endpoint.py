@@ -1,5 +1,6 @@
 """Routes of vLLM's API server that tell of Lamina and steer it; loaded where ``VLLM_PLUGINS`` names ``lamina``."""
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,15 +22,26 @@ class LaminaRoutes:
 
         @app.post("/lamina/tiers")
         async def tiers(request: Request) -> JSONResponse:
-            return await _call(request, "set_tiers", (await request.json()).get("tiers"))
+            return await _set(request, "set_tiers", "tiers", int | list | None)
 
         @app.post("/lamina/freeze")
         async def freeze(request: Request) -> JSONResponse:
-            return await _call(request, "freeze", bool((await request.json()).get("frozen", True)))
+            return await _set(request, "freeze", "frozen", bool)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Remember the engine."""
         state.lamina_engine = engine_client
+
+
+async def _set(request: Request, name: str, key: str, kind: Any) -> JSONResponse:
+    try:
+        body = await request.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict) or list(body) != [key] or not isinstance(body[key], kind):
+        example = {"tiers": [4, 2], "frozen": True}[key]
+        return JSONResponse({"error": f"the body is not an object like {json.dumps({key: example})}"}, 400)
+    return await _call(request, name, body[key])
 
 
 async def _call(request: Request, name: str, *args: Any) -> JSONResponse:

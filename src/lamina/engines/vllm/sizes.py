@@ -1,5 +1,6 @@
 """How a worker's bytes for the KV cache are shared out."""
 
+import math
 from dataclasses import dataclass
 
 from lamina.codec import PAGE_TOKENS
@@ -59,7 +60,7 @@ class Sizes:
 
 def sizes(
     available: int, shapes: list[LayerShape], itemsize: int, tiers: list[tuple[int, int]], arena_gb: float | str,
-    most_exact: int,
+    most_exact: int, least_bits: float = 2.0,
 ) -> Sizes:  # fmt: skip
     """Share bytes out over base planes, the arena and exact rows.
 
@@ -77,6 +78,8 @@ def sizes(
         GB for planes beyond the base; ``auto``: as many as the tiers take in every block.
     most_exact : int
         Exact pages that can be needed at a time.
+    least_bits : float
+        Average tier that ``auto`` leaves room for at least, as for a controller that will decide on it.
 
     Raises
     ------
@@ -87,7 +90,8 @@ def sizes(
     block = sum(s.layout.record_bytes for s in shapes)
     book = BOOK_BYTES * len(shapes)
     exact = sum(8 * s.layout.slab_bytes * itemsize for s in shapes)
-    planes = sum(SLABS_OF_BITS[b] - 1 for pair in tiers for b in pair)
+    # Planes beyond the base grow with the bits: none at 2, one at 4, three at 8.
+    planes = max(sum(SLABS_OF_BITS[b] - 1 for pair in tiers for b in pair), math.ceil(len(shapes) * (least_bits - 2)))
     arena = 0 if arena_gb == AUTO else int(float(arena_gb) * 1e9)
     each = block + book + (planes * slab_bytes if arena_gb == AUTO else 0)
     # Fewer blocks than exact pages need no more exact pages than blocks.

@@ -245,7 +245,7 @@ class WorkerState:
             **{name: self.counts[name] for name in counted},
         }
         if self.controller is not None:
-            found["controller"] = self.controller.snapshot()
+            found["controller"] = {k: x for k, x in self.controller.snapshot().items() if k != "random"}
             found["signals"] = [track.ema for track in self.controller.tracks]
         return found
 

@@ -13,8 +13,10 @@ from lamina.attention.cuda.gpu import objection
 from lamina.basis.geometry import ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
+from lamina.control.config import ControllerConfig, Policy
 from lamina.control.state import Controller
-from lamina.engines.hf_settings import check_canary, make_controller, parse_tiers
+from lamina.control.tuning import settings_of
+from lamina.engines.hf_settings import TUNED, check_canary, make_controller, parse_tiers
 from lamina.engines.vllm.config import AUTO, EngineConfig, decode_tokens, engine_config, tiers_from_json
 from lamina.engines.vllm.metrics_file import replace_json, stats_path
 from lamina.engines.vllm.sizes import LayerShape, Sizes, exact_pages, sizes
@@ -255,8 +257,20 @@ def _set_up(worker: Any, config: EngineConfig, n_bytes: int) -> Setup:
     queries = decode_tokens(vllm_config)
     most = exact_pages(config.window(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens, queries)
     n_bytes -= SCRATCH * (worker.device.type == "cuda")
-    shares = sizes(n_bytes, shapes, worker.model_config.dtype.itemsize, tiers, config.arena_gb, most)
+    shares = sizes(
+        n_bytes, shapes, worker.model_config.dtype.itemsize, tiers, config.arena_gb, most, _target(config, profile)
+    )
     return Setup(config, profile, geometry, shapes, tiers, shares)
+
+
+def _target(config: EngineConfig, profile: Profile) -> float:
+    """Average tier that a controller will decide on; those that follow a threshold may want any."""
+    given = config.controller_settings()
+    if given == TUNED and profile.tuning is not None:
+        given = settings_of(profile.tuning)
+    if not isinstance(given, ControllerConfig):
+        return 2.0
+    return given.target_bits if given.policy == Policy.ALLOCATE else float(max(given.tiers))
 
 
 def _refuse(worker: Any, config: EngineConfig) -> None:
