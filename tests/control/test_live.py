@@ -230,6 +230,23 @@ def test_every_rank_decides_alike_on_averaged_signals() -> None:
     assert merge_tiers([[(2, 4)], [(4, 4)], [(8, 2)]]) == [(8, 4)]
 
 
+def test_a_rank_that_measured_nothing_reduces_with_the_others() -> None:
+    from lamina.control.canary import Signals
+
+    tables: list[Any] = []
+
+    def reduce(table: Any) -> Any:
+        tables.append(table)
+        return table
+
+    controller = Controller(OFTEN, [(2, 2)] * 2, reduce=reduce)
+    found = Signals(*({b: 1 / b**3 for b in TIERS} for _ in "kv"))
+    assert controller.decide({}, 100) is None and not any(track.ema for track in controller.tracks)
+    firing = controller.decide({1: found}, 100)
+    assert [[len(row) for row in table] for table in tables] == [[3] * 4] * 2, "as many numbers on every rank"
+    assert firing is not None and [bool(track.ema) for track in controller.tracks] == [False, False, True, True]
+
+
 def test_a_listener_that_fails_leaves_the_cache_whole() -> None:
     model, ids = build("Llama"), tokens(1, 450)
     cache, clean = (cache_of(model, OFTEN) for _ in range(2))

@@ -191,6 +191,8 @@ def check_slots(state):
     for page in range(BLOCKS):
         assert (pages.users[page], pages.holders[page]) == (users.count(page), held.count(page))
     assert not set(pages.idle) & set(users)
+    past = (cells[0, :, START] >= WINDOW.sink) & (cells[0, :, TIER] > 0) & (cells[0, :, EXACT] >= 0)
+    assert not (past & (pages.users > 0) & (pages.holders == 0)).any(), "exact rows that nobody needs"
 
 
 def test_requests_of_many_lengths_read_what_caches_of_their_own_would(config_of_both):
@@ -286,6 +288,69 @@ def test_blocks_that_another_request_fills_in_the_same_step_are_found(config_of_
     s.step({"a": 100, "b": 7})
     s.step({"a": 1, "b": 1})
     check_slots(state)
+
+
+def scheduled(counts, new=(), running=(), resumed=()):
+    """A step as a scheduler tells it: requests as (name, blocks, tokens computed)."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=n, block_ids=(blocks,), num_computed_tokens=t) for n, blocks, t in new
+        ],
+        finished_req_ids=set(), preempted_req_ids=None, num_scheduled_tokens=counts,
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[n for n, _, _ in running], resumed_req_ids=set(resumed),
+            new_block_ids=[None if blocks is None else (blocks,) for _, blocks, _ in running],
+            num_computed_tokens=[t for _, _, t in running],
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("as_new", [True, False])
+def test_who_starts_may_find_blocks_of_who_starts_again_whatever_their_order(config, as_new):
+    """New requests are named before those that were preempted, be they told as new ones or as resumed ones."""
+    state = worker(config())
+    again, finder = ("r", [1, 2, 3], 0), ("n", [1, 2, 4], 128)
+    if as_new:
+        state.begin_step(scheduled({"n": 22, "r": 150}, new=[finder, again]))
+    else:
+        state.begin_step(scheduled({"n": 22, "r": 150}, new=[finder], running=[again], resumed=["r"]))
+    assert state.pages.users[1:5].tolist() == [2, 2, 1, 1]
+    check_slots(state)
+
+
+def test_a_request_that_starts_again_with_blocks_of_others_leaves_them_theirs(config):
+    state = worker(config())
+    state.begin_step(scheduled({"a": 200}, new=[("a", [1, 2, 3, 4], 0)]))
+    state.begin_step(scheduled({"r": 72}, new=[("r", [1, 2, 5, 6], 128)]))
+    state.begin_step(scheduled({"r": 73}, running=[("r", [1, 2, 5, 6], 128)], resumed=["r"]))
+    assert sorted(state.requests) == ["a", "r"]
+    state.begin_step(scheduled({"a": 1}, running=[("a", None, 200)]))
+    check_slots(state)
+
+
+def test_prompts_that_grow_do_not_use_up_exact_rows(config):
+    state = worker(config())
+    s = Scheduler(state, compare=False)
+    blocks, rows = [], None
+    for k in range(1, 4):
+        s.add(f"p{k}", rows, blocks, 256 * (k - 1))
+        request = s.requests[f"p{k}"]
+        rows = request.rows
+        s.step({f"p{k}": 257})
+        check_slots(state)
+        blocks = request.blocks[: 4 * k]
+        request.shared = len(request.blocks)
+        s.finish(f"p{k}")
+
+
+def test_planes_of_rows_that_are_not_finite_are_shed_as_planes(config):
+    state = worker(config(), (8, 8), slabs=60)
+    pages = state.pages
+    pages.open([1, 2, 3], [0, 64, 128], [True] * 3, [False] * 3)
+    pages.close([1, 2, 3], state.tiers)
+    pages.loss[:] = torch.tensor([float("nan"), float("inf")])
+    assert pages.shed(60, lambda cost: cost) == 24 and pages.free_slabs.used == 0
+    check_slabs(pages)
 
 
 def test_what_was_filled_last_is_encoded_before_a_request_loses_its_blocks(config):

@@ -18,7 +18,7 @@ Table = list[list[float]]
 """One row a layer and side, one number a tier."""
 
 Reduce = Callable[[Table], Table]
-"""Averages signals over ranks, so that every rank decides alike; the identity on one rank."""
+"""Averages signals over ranks, so that every rank decides alike, NaN where one has none; the identity on one rank."""
 
 FORMAT = "lamina-controller"
 UNQUANTISED = 16
@@ -153,9 +153,12 @@ class Controller:
         Firing or None
             None if nothing was measured or the controller is frozen.
         """
-        if self.frozen or not signals:
+        if self.frozen:
             return None
+        # Ranks that measured nothing reduce too: others may have.
         table = self._checked(self.reduce(self._table(signals)))
+        if not any(table):
+            return None
         alpha = self.config.alpha
         for track, row in zip(self.tracks, table):
             for bits, value in zip(TIERS, row):
@@ -236,7 +239,7 @@ class Controller:
         for i in range(len(self.tiers)):
             found = signals.get(i)
             sides = () if found is None else zip((found.k, found.v), self.weights[i])
-            table += [[w * x[b] for b in TIERS] for x, w in sides] or [[], []]
+            table += [[w * x[b] for b in TIERS] for x, w in sides] or [[math.nan] * len(TIERS)] * 2
         return table
 
     def _tau(self, context: int) -> float:

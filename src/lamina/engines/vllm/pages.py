@@ -202,6 +202,10 @@ class BlockPages:
                     self.idle[page] = None
         self._release_exact([p for p in held if self.holders[p] == 0 and self.users[p] > 0])
 
+    def drop_unheld(self, pages: list[int]) -> None:
+        """Release exact rows of closed pages that nobody holds."""
+        self._release_exact([p for p in pages if self.holders[p] == 0 and not self.is_open(p)])
+
     def let_go(self, held: list[int]) -> None:
         """Count one holder less of every page in ``held``; exact rows of pages without holders are released."""
         self.holders[held] -= 1
@@ -236,7 +240,9 @@ class BlockPages:
         while self.free_slabs.left < target:
             self.flush()
             finest, fine = self._there[..., [FINEST, FINEST + 2]] >= 0, self._there[..., FINE : FINE + 2] >= 0
-            cost = torch.where(finest, self.loss[..., 1], self.loss[..., 0]).masked_fill(~fine, float("inf"))
+            # Losses of rows that are not finite are neither: such planes are worth nothing, and never infinite.
+            cost = torch.where(finest, self.loss[..., 1], self.loss[..., 0]).nan_to_num(nan=0.0).clamp(max=1e30)
+            cost = cost.masked_fill(~fine, float("inf"))
             order = torch.sort(reduce(cost).flatten(), stable=True).indices
             n = min(target - self.free_slabs.left, int(fine.sum()))
             flat = order[:n].cpu().numpy()

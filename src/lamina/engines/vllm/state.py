@@ -196,21 +196,26 @@ class WorkerState:
         added = [
             b for new in output.scheduled_new_reqs for b in new.block_ids[0][new.num_computed_tokens // PAGE_TOKENS :]
         ]
-        added += [b for new in running.new_block_ids if new is not None for b in new[0]]
+        resumed = running.resumed_req_ids
+        for name, new, computed in zip(running.req_ids, running.new_block_ids, running.num_computed_tokens):
+            if new is not None:
+                added += new[0][computed // PAGE_TOKENS :] if name in resumed else new[0]
         self._drop_stale(set(added), set(counts))
         planned: list[int] = []
         drafts = getattr(output, "scheduled_spec_decode_tokens", {})
+        starting = [(new.num_computed_tokens, new.req_id, new.block_ids[0]) for new in output.scheduled_new_reqs]
         for name, blocks, computed in zip(running.req_ids, running.new_block_ids, running.num_computed_tokens):
             if name not in self.requests:
-                self._add(name, blocks[0], computed)
-            elif blocks is not None:
+                starting.append((computed, name, blocks[0]))
+                continue
+            if blocks is not None:
                 self.requests[name].blocks += blocks[0]
             planned += self._advance(name, computed, counts[name], len(drafts.get(name, ())))
-        # Those that are new may find blocks that others fill in this step.
-        for new in output.scheduled_new_reqs:
-            self._remove(new.req_id)
-            self._add(new.req_id, new.block_ids[0], new.num_computed_tokens)
-            planned += self._advance(new.req_id, new.num_computed_tokens, counts[new.req_id], 0)
+        # Those that start may find blocks that others fill in this step, who have fewer tokens stored then.
+        for computed, name, blocks in sorted(starting, key=lambda x: x[0]):
+            self._remove(name)
+            self._add(name, blocks, computed)
+            planned += self._advance(name, computed, counts[name], len(drafts.get(name, ())))
         self._plan(planned)
         self.pages.flush()
         if self.canary is not None:
@@ -266,6 +271,7 @@ class WorkerState:
         hits, first = blocks[:n], max(self.window.sink, self.window.exact_from(tokens))
         held = [p for i, p in enumerate(hits) if i * PAGE_TOKENS >= first and self.pages.exact_slot(p) >= 0]
         self.pages.retain(hits, held)
+        self.pages.drop_unheld(hits[self.window.sink // PAGE_TOKENS :])
         self.requests[name] = Request(list(blocks), tokens, n, n, deque(held))
         self.counts["hits"] += n
         self.counts["hits_below_tier"] += self.pages.below_tier(hits) if hits else 0

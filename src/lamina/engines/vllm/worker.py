@@ -76,9 +76,9 @@ def initialize(worker: Any, inner: Any, kv_cache_config: Any) -> None:
         return
     setup: Setup = worker.lamina_setup
     config, shares, blocks = setup.config, setup.shares, kv_cache_config.num_blocks
-    if config.arena_gb == AUTO:
-        planes = shares.slabs // shares.blocks
-        shares = replace(shares, blocks=blocks, slabs=blocks * planes, exact_pages=min(shares.exact_pages, blocks))
+    # vLLM takes what fits on all ranks, or what it was told to.
+    slabs = blocks * (shares.slabs // shares.blocks) if config.arena_gb == AUTO else shares.slabs
+    shares = replace(shares, blocks=blocks, slabs=slabs, exact_pages=min(shares.exact_pages, blocks))
     controller = make_controller(config.controller_settings(), None, setup.geometry, setup.profile)
     check_canary(controller, config.window())
     if controller is not None:
@@ -288,6 +288,9 @@ def _refuse(worker: Any, config: EngineConfig) -> None:
         "a controller with pipeline parallelism": config.controller is not None and parallel.pipeline_parallel_size > 1,
         f"--block-size {cache.block_size} (give 64)": cache.block_size != 64,
         f"--kv-cache-dtype {cache.cache_dtype} (leave it at auto)": cache.cache_dtype != "auto",
+        "data parallelism with vLLM's V1 model runner": worker.device.type == "cuda"
+        and parallel.data_parallel_size > 1
+        and not getattr(vllm_config, "use_v2_model_runner", True),
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "sleep mode": bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
