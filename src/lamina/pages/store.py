@@ -87,8 +87,6 @@ class LayerStore:
     on_close : callable, optional
         Called with the first positions of pages that were closed, their bits, and those of them in the windows whose
         exact rows were not kept for lack of bytes.
-    arena : Arena, optional
-        Where the pages lie; by default one of its own.
 
     Attributes
     ----------
@@ -113,9 +111,8 @@ class LayerStore:
         name: str = "layer",
         mirrored: bool | None = None,
         on_close: Callable[[list[int], tuple[int, int], list[int]], None] | None = None,
-        arena: Arena | None = None,
     ) -> None:
-        self.arena = arena or Arena(RecordLayout(n_heads, head_dim, centered), dtype, device, budget, mirrored)
+        self.arena = Arena(RecordLayout(n_heads, head_dim, centered), dtype, device, budget, mirrored)
         self.layout = self.arena.layout
         self.window, self.writer, self.tiers, self.budget, self.name = window, writer, tiers, budget, name
         self.on_close = on_close

@@ -50,9 +50,8 @@ class StoreView:
 
     def only(self, sequence: int) -> "StoreView":
         """The view of one sequence alone."""
-        at = slice(sequence, sequence + 1)
-        return replace(self, page_ids=self.page_ids[at], lengths=self.lengths[at])
+        return self.rows(slice(sequence, sequence + 1))
 
-    def of(self, sequences: list[int]) -> "StoreView":
-        """The view of these sequences, in this order, copies of their tables."""
-        return replace(self, page_ids=self.page_ids[sequences], lengths=self.lengths[sequences])
+    def rows(self, at: slice) -> "StoreView":
+        """The view of some sequences."""
+        return replace(self, page_ids=self.page_ids[at], lengths=self.lengths[at])

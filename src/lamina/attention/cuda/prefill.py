@@ -3,7 +3,7 @@
 import ctypes
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -233,8 +233,7 @@ class _Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, view: StoreView, basis: ReadBasis, group: Group, splits: int | None
     ) -> None:
-        at = group.rows
-        view = replace(view, page_ids=view.page_ids[at].contiguous(), lengths=view.lengths[at])
+        at, view = group.rows, view.rows(group.rows)
         self.q, self.k, self.v, self.view, self.basis, self.group, self.splits = q, k, v, view, basis, group, splits
         (self.n_q, self.tokens, self.dim), self.batch = q.shape, at.stop - at.start
         self.n_kv, self.device, self.width = view.layout.n_heads, q.device, view.page_ids.shape[1]

@@ -325,7 +325,7 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
         n = len(step.slots)
         state.closer.write(i, key[:n], value[:n], step.slots, view)
         for part in step.parts:
-            of = replace(view, page_ids=view.page_ids[part.rows], lengths=view.lengths[part.rows])
+            of = view.rows(part.rows)
             if isinstance(part, Chunks):
                 output[part.tokens] = _attend_chunks(query, key, value, part, of, basis)
                 continue
