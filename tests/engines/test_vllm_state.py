@@ -496,8 +496,8 @@ def test_figures_reach_who_serves_them_and_calls_tell_what_was_wrong(config, tmp
 def test_bytes_are_shared_out_over_blocks_arena_and_exact_rows():
     shapes = [LayerShape(i, 8, 0, 128) for i in range(36)]
     layout = shapes[0].layout
-    assert layout.record_bytes == 38400 and layout.slab_bytes == 16384
-    block, exact = 36 * (38400 + 60), 36 * 2 * 8 * 64 * 128 * 2
+    assert layout.record_bytes == 38016 and layout.slab_bytes == 16384
+    block, exact = 36 * (38016 + 60), 36 * 2 * 8 * 64 * 128 * 2
     base = sizes(80 * 10**9, shapes, 2, [(2, 2)] * 36, AUTO, 100)
     assert (base.blocks, base.slabs, base.exact_bytes) == ((80 * 10**9 - 100 * exact) // block, 0, exact)
     k4 = sizes(80 * 10**9, shapes, 2, [(4, 2)] * 36, AUTO, 100)

@@ -48,9 +48,11 @@ def main() -> None:
                 for o in outputs
             ]
         )
-    stats = llm.collective_rpc("lamina_stats")[0] if "additional_config" in task["engine"] else None
+    ranks = llm.collective_rpc("lamina_stats") if "additional_config" in task["engine"] else [None]
     config = llm.llm_engine.vllm_config.cache_config
-    result.write_text(json.dumps({"answers": answers, "stats": stats, "blocks": config.num_gpu_blocks}))
+    result.write_text(
+        json.dumps({"answers": answers, "stats": ranks[0], "ranks": ranks, "blocks": config.num_gpu_blocks})
+    )
 
 
 def _watch(scheduler: Any) -> dict[str, list[tuple[int, int]]]:

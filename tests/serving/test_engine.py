@@ -220,6 +220,18 @@ def test_a_damaged_profile_is_refused_at_the_start(drive, folder, tmp_path, dama
     assert f"{path}{message}" in drive({"profile": str(path)}, [], fails=True)
 
 
+def test_two_ranks_answer_as_one(drive, exact):
+    found = drive({"tiers": 8}, [call(prompts())], tensor_parallel_size=2)
+    assert len(found["ranks"]) == 2 and agree(first(found["answers"][0]), exact) >= 7
+
+
+def test_ranks_decide_and_shed_alike(drive):
+    settings = {"deterministic": False, "controller": {"target_bits": 4.0, "rate": 0.25}, "arena_gb": 0.00001}
+    one, other = drive(settings, [call(prompts(), 300)], tensor_parallel_size=2)["ranks"]
+    assert one["planes_shed"] > 0 and one["firings"] > 50
+    assert one == other
+
+
 @pytest.mark.parametrize(
     ("lamina", "engine", "message"),
     [

@@ -83,10 +83,10 @@ class LaminaBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Bytes of a block: a page's record."""
+        """Bytes of a block: a page's record, all heads in one."""
         layout = LayerShape(0, spec.num_kv_heads, 0, spec.head_size).layout
-        content = layout.record_bytes // (spec.num_kv_heads * PAGE_TOKENS)
-        return replace(spec, dtype=torch.uint8, state_content_bytes=content)
+        content = layout.record_bytes // PAGE_TOKENS
+        return replace(spec, dtype=torch.uint8, num_head_slots=1, state_content_bytes=content)
 
 
 def cpu_backend() -> type[AttentionBackend]:
@@ -188,7 +188,7 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
             iter(get_layers_from_vllm_config(vllm_config, Attention, layer_names).values())
         ).impl
         # A GPU's kernel for decoding is compiled for each number of queries.
-        most = most_appended(vllm_config, kv_cache_spec)
+        most = most_appended(vllm_config)
         self.few = KERNEL_QUERIES if device.type == "cpu" else min(decode_tokens(vllm_config), most)
         # Graphs know where these are.
         rows, width = (
@@ -201,7 +201,7 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Whether decode steps can be captured."""
-        if most_appended(vllm_config, kv_cache_spec) < decode_tokens(vllm_config):
+        if most_appended(vllm_config) < decode_tokens(vllm_config):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_BATCH
 
@@ -253,10 +253,10 @@ def _parts(counts: list[int], few: int) -> list[Part | Chunks]:
     return parts
 
 
-def most_appended(vllm_config: Any, kv_cache_spec: Any) -> int:
+def most_appended(vllm_config: Any) -> int:
     """Query tokens of a row up to which the decode kernel takes them; all rows have as many then."""
-    parallel = vllm_config.parallel_config
-    group = vllm_config.model_config.get_num_attention_heads(parallel) // kv_cache_spec.num_kv_heads
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
     return min(KERNEL_QUERIES, MOST_QUERIES // group)
 
 

@@ -23,8 +23,8 @@ class LayerShape:
 
     @property
     def layout(self) -> RecordLayout:
-        """Records that fill whole blocks of vLLM, which count bytes a token and head."""
-        return RecordLayout(self.n_heads, self.head_dim, align=self.n_heads * PAGE_TOKENS)
+        """Records that fill whole blocks of vLLM, which count bytes a token."""
+        return RecordLayout(self.n_heads, self.head_dim, align=PAGE_TOKENS)
 
 
 @dataclass(frozen=True)
