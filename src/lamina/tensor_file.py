@@ -19,19 +19,20 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     """Write a file; one that is already there is replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={KEY: json.dumps(meta), SUM: str(_checksum(tensors))})
+    # One entry alone: of more, safetensors writes whichever first.
+    save_file(tensors, partial, metadata={KEY: json.dumps(meta | {SUM: _checksum(tensors)})})
     partial.replace(path)
 
 
 def read_tensors(path: Path) -> tuple[Any, dict[str, Tensor]]:
     """The document, None if there is none, and all tensors; raises one of ``UNREADABLE``."""
     with safe_open(path, framework="pt") as f:
-        header = f.metadata() or {}
-        meta = json.loads(header.get(KEY, "null"))
+        meta = json.loads((f.metadata() or {}).get(KEY, "null"))
         tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     # Files of before have none.
-    if header.get(SUM, found := str(_checksum(tensors))) != found:
-        raise OSError(f"{path} is damaged: its numbers have the checksum {found}, not {header[SUM]} as when written")
+    written = meta.pop(SUM, None) if isinstance(meta, dict) else None
+    if written is not None and written != (found := _checksum(tensors)):
+        raise OSError(f"{path} is damaged: its numbers have the checksum {found}, not {written} as when written")
     return meta, tensors
 
 
