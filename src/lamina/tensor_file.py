@@ -32,7 +32,7 @@ def read_tensors(path: Path) -> tuple[Any, dict[str, Tensor]]:
     # Files of before have none.
     written = meta.pop(SUM, None) if isinstance(meta, dict) else None
     if written is not None and written != (found := _checksum(tensors)):
-        raise OSError(f"{path} is damaged: its numbers have the checksum {found}, not {written} as when written")
+        raise OSError(f"its numbers have the checksum {found}, not {written} as when written")
     return meta, tensors
 
 
