@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from lamina.app.values import format_bytes, parse_bytes, parse_tier, tier_name
 from lamina.basis.geometry import ModelGeometry, model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
-from lamina.codec.packing import SLABS_OF_BITS
+from lamina.codec.packing import slabs_beyond_base
 from lamina.engines.vllm.pages import BOOK_BYTES
-from lamina.engines.vllm.sizes import LayerShape
+from lamina.engines.vllm.sizes import LayerShape, chunk_pages, request_pages
 from lamina.errors import ConfigError, UnsupportedModelError
 from lamina.pages import Budget, LayerStore, WindowConfig
 from lamina.pages.ids import table_bytes
@@ -109,8 +109,10 @@ def make_plan(request: PlanRequest, screen: Screen) -> Plan:
     if request.engine not in ENGINES:
         raise ConfigError(f"unknown engine {request.engine!r}; choose {' or '.join(ENGINES)}")
     on_vllm = request.engine == VLLM
-    # vLLM never takes back what is encoded, so nothing is kept for it.
-    window = WindowConfig(request.sink, request.recent, *[0] * on_vllm)
+    window = WindowConfig(request.sink, request.recent)
+    if on_vllm:
+        # It never takes back what is encoded, so nothing is kept for that.
+        window = replace(window, rollback=0)
     vectors = {tier_name(parse_tier(t)): [parse_tier(t)] for t in request.tiers}
     config = load_config(request.model, screen)
     geometry = model_geometry(config)
@@ -137,9 +139,9 @@ def make_plan(request: PlanRequest, screen: Screen) -> Plan:
             f"exact rows of a step's {request.batched_tokens:,} tokens take {format_bytes(chunk)}, more than the "
             f"{format_bytes(free)} that are left; plan with a lower --batched-tokens"
         )
-    each = served_bytes if on_vllm else sequence_bytes
+    each = partial(served_bytes if on_vllm else sequence_bytes, geometry, dtype=dtype, window=window)
     plans: dict[str, tuple[Callable[[int], int], int]] = {"bf16": (lambda t: 2 * plain(t), 0), "fp8": (plain, 0)}
-    plans |= {name: (partial(_sized, each, geometry, tiers, dtype, window), chunk) for name, tiers in vectors.items()}
+    plans |= {name: (partial(each, tiers), chunk) for name, tiers in vectors.items()}
     return Plan(
         model=request.model,
         dtype=request.dtype,
@@ -188,7 +190,7 @@ def sequence_bytes(
     for (shape, (k, v)), n in layers.items():
         page, slab, exact = slot_bytes(*shape, dtype)
         fixed = pages * page + table_bytes(1, pages, mirrored=True) + min(pages, windowed) * exact
-        total += n * (fixed + closed * slab * (SLABS_OF_BITS[k] + SLABS_OF_BITS[v] - 2))
+        total += n * (fixed + closed * slab * slabs_beyond_base((k, v)))
     return total
 
 
@@ -196,20 +198,22 @@ def served_bytes(
     geometry: ModelGeometry, tiers: Sequence[tuple[int, int]], tokens: int, dtype: torch.dtype, window: WindowConfig
 ) -> int:
     """Bytes of one request in vLLM, whose blocks and pools are of a fixed size: as :func:`sequence_bytes`."""
-    pages, kept = -(-tokens // PAGE_TOKENS), (window.sink + window.recent) // PAGE_TOKENS + 1
-    total = 0
-    for i, g in geometry.packed.items():
-        layout = LayerShape(i, g.n_kv_heads, 0, g.head_dim).layout
-        planes = sum(SLABS_OF_BITS[bits] - 1 for bits in tiers[i % len(tiers)])
+    pages, kept, total = -(-tokens // PAGE_TOKENS), request_pages(window), 0
+    for i, shape in _shapes(geometry).items():
+        layout = shape.layout
+        planes = slabs_beyond_base(tiers[i % len(tiers)])
         total += pages * (layout.record_bytes + BOOK_BYTES + planes * layout.slab_bytes)
-        total += kept * 8 * layout.slab_bytes * dtype.itemsize
+        total += kept * shape.exact_bytes(dtype.itemsize)
     return total
 
 
 def chunk_bytes(geometry: ModelGeometry, batched_tokens: int, dtype: torch.dtype) -> int:
     """Bytes that vLLM sets aside for exact rows of the prompts of a step."""
-    pages = batched_tokens // PAGE_TOKENS + 1
-    return sum(pages * 2 * PAGE_TOKENS * g.n_kv_heads * g.head_dim * dtype.itemsize for g in geometry.packed.values())
+    return chunk_pages(batched_tokens) * sum(s.exact_bytes(dtype.itemsize) for s in _shapes(geometry).values())
+
+
+def _shapes(geometry: ModelGeometry) -> dict[int, LayerShape]:
+    return {i: LayerShape(i, g.n_kv_heads, 0, g.head_dim) for i, g in geometry.packed.items()}
 
 
 @lru_cache
@@ -256,13 +260,6 @@ class _NoWriter:
 
     def write(self, *args: Any) -> Any:
         raise NotImplementedError
-
-
-def _sized(
-    each: Callable[..., int], geometry: ModelGeometry, tiers: list[tuple[int, int]], dtype: torch.dtype,
-    window: WindowConfig, tokens: int,
-) -> int:  # fmt: skip
-    return each(geometry, tiers, tokens, dtype, window)
 
 
 def _row(name: str, size: Callable[[int], int], context: int, free: int, max_batch: int) -> PlanRow:

@@ -17,12 +17,19 @@ So ``(byte >> 2p) & 3`` over a row is a contiguous slice of channels: one dot pr
 matching quarter of q (and one quarter of o per bit position for V). All slabs are equally large: one arena slot.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 SLABS = {"base": 1, "fine": 1, "finest": 2}
 SLABS_OF_BITS = {2: 1, 4: 2, 8: 4}
 """Slabs, most significant first, that hold codes of so many bits."""
+
+
+def slabs_beyond_base(bits: Iterable[int]) -> int:
+    """Slabs of K's and V's codes, or of those of many layers, besides their base slabs."""
+    return sum(SLABS_OF_BITS[b] - 1 for b in bits)
 
 
 def pack_pairs(codes: Tensor) -> Tensor:

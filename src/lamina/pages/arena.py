@@ -10,7 +10,7 @@ from lamina.codec.packing import SLABS_OF_BITS
 from lamina.pages.ids import Tell, tell
 from lamina.pages.layout import RecordLayout
 from lamina.pages.pool import ALL_RANKS, Budget, Field, Pool
-from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row, read_bits
+from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, new_row, read_bits, shed_costs
 
 MOST_WAITING = 32
 """Predictions of losses that wait to be asked for."""
@@ -267,19 +267,13 @@ class Arena:
 
     def shed_candidates(self) -> list[tuple[float, int, int, int]]:
         """Planes that may be dropped now: (predicted loss, start, page, side), one a page and side at most."""
-        cost, starts = self.losses(), self.table[:, START].tolist()
+        cost, starts = shed_costs(self.table, self.loss.cpu()), self.table[:, START].tolist()
         has_plane = (self.counts[:, USERS, None] > 0) & (self.table[:, FINE : FINE + 2] >= 0)
         return [
             (float(cost[page, side]), starts[page], page, side)
             for side in (0, 1)
             for page in has_plane[:, side].nonzero()[:, 0].tolist()
         ]
-
-    def losses(self) -> Tensor:
-        """What dropping the least significant plane of every page and side costs, inf without one: ``[N, 2]``."""
-        table, loss = self.table, self.loss.cpu()
-        cost = torch.where(table[:, [FINEST, FINEST + 2]] >= 0, loss[:, :, 1], loss[:, :, 0])
-        return cost.masked_fill(table[:, FINE : FINE + 2] < 0, float("inf"))
 
     def shed_candidate(self, page: int, side: int) -> tuple[float, int] | None:
         """Predicted loss and start of a page whose side still has a plane to drop, else None."""

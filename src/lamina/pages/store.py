@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lamina.codec import PAGE_TOKENS
-from lamina.codec.packing import SLABS_OF_BITS
+from lamina.codec.packing import slabs_beyond_base
 from lamina.errors import CacheStateError, MemoryBudgetError, NonFiniteError
 from lamina.pages.arena import USERS, Arena
 from lamina.pages.config import WindowConfig
@@ -112,8 +112,8 @@ class LayerStore:
         mirrored: bool | None = None,
         on_close: Callable[[list[int], tuple[int, int], list[int]], None] | None = None,
     ) -> None:
-        self.arena = Arena(RecordLayout(n_heads, head_dim, centered), dtype, device, budget, mirrored)
-        self.layout = self.arena.layout
+        self.layout = RecordLayout(n_heads, head_dim, centered)
+        self.arena = Arena(self.layout, dtype, device, budget, mirrored)
         self.window, self.writer, self.tiers, self.budget, self.name = window, writer, tiers, budget, name
         self.on_close = on_close
         self.sequences: list[Sequence] = []
@@ -163,23 +163,7 @@ class LayerStore:
         rows = [(k[b], v[b]) for b in range(k.shape[0])]
         if real is not None:
             rows = [(k_row[:, keep], v_row[:, keep]) for (k_row, v_row), keep in zip(rows, real.to(k.device))]
-        self.append_rows(rows, (k, v), cut)
-
-    def append_rows(
-        self, rows: list[tuple[Tensor, Tensor]], among: tuple[Tensor, Tensor], cut: Cut | None = None
-    ) -> None:
-        """Append as many rows as there are to each sequence, see :meth:`append`.
-
-        Parameters
-        ----------
-        rows : list of (Tensor, Tensor)
-            K and V ``[H, n, D]``, one pair a sequence; n may be 0.
-        among : (Tensor, Tensor)
-            K and V of which all of them are parts.
-        cut : Cut, optional
-            What is given up for lack of bytes.
-        """
-        self._check_finite(*among, rows)
+        self._check_finite(k, v, rows)
         self.version += 1
         self.settle()
         bits, windows = self._make_room([k_row.shape[1] for k_row, _ in rows], cut)
@@ -245,7 +229,7 @@ class LayerStore:
     def reserve(self, tokens: int, bits: tuple[int, int]) -> None:
         """Have storage for so many more rows of every sequence, closed at a tier."""
         n, pages = len(self.sequences), -(-tokens // PAGE_TOKENS) + 1
-        slabs = sum(SLABS_OF_BITS[b] - 1 for b in bits)
+        slabs = slabs_beyond_base(bits)
         self.arena.reserve(n * pages, n * pages * slabs, 2 * n)
 
     def settle(self) -> None:
@@ -524,7 +508,7 @@ class LayerStore:
                 shared[s.pages[-1]] += 1
         users = self.arena.counts[list(shared), USERS].tolist() if shared else []
         copies = sum(min(n, most - 1) for n, most in zip(shared.values(), users))
-        slabs = closing * sum(SLABS_OF_BITS[b] - 1 for b in bits)
+        slabs = closing * slabs_beyond_base(bits)
         return pages + copies, slabs, exact + copies, self.ids.growth(widths)
 
     def _extend_slots(self, other: "LayerStore") -> tuple[int, int, int, int]:

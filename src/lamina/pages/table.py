@@ -26,5 +26,19 @@ def new_row(start: int) -> list[int]:
 
 
 def read_bits(table: Tensor, side: int) -> Tensor:
-    """Bits that a side of each page is read at, from rows of the page table ``[N, 11]``."""
-    return torch.where(table[:, FINEST + 2 * side] >= 0, 8, torch.where(table[:, FINE + side] >= 0, 4, 2))
+    """Bits that a side of each page is read at, from rows of the page table ``[..., 11]``."""
+    return torch.where(table[..., FINEST + 2 * side] >= 0, 8, torch.where(table[..., FINE + side] >= 0, 4, 2))
+
+
+def shed_costs(table: Tensor, loss: Tensor) -> Tensor:
+    """What dropping the least significant plane of every page and side costs, inf without one: ``[..., 2]``.
+
+    Parameters
+    ----------
+    table : Tensor
+        Rows of the page table, ``[..., 11]``.
+    loss : Tensor
+        float32 ``[..., 2, 2]``: predicted loss of reading K or V at 2 or at 4 bits.
+    """
+    cost = torch.where(table[..., [FINEST, FINEST + 2]] >= 0, loss[..., 1], loss[..., 0])
+    return cost.masked_fill(table[..., FINE : FINE + 2] < 0, float("inf"))

@@ -95,7 +95,7 @@ class Geometry:
         n_kv, (_, n_q, tokens, dim) = view.layout.n_heads, q_bhtd.shape
         group = n_q // n_kv
         return cls(
-            dim, group, -(-group * tokens // COLUMNS_PER_TILE), n_kv, view.layout.centered,
+            dim, group, _tiles(group, tokens), n_kv, view.layout.centered,
             view.layout.record_bytes, basis.softcap != 0, KINDS[view.exact.dtype], basis.rows is not None,
         )  # fmt: skip
 
@@ -233,7 +233,7 @@ def transform_queries(
     if new is None or new.queries is None:
         exact = _empty(device, batch, n_kv, columns, dim)
     else:
-        exact = _queries(new.queries, geometry, batch)
+        exact = _queries(new.queries, batch, n_kv, columns, dim)
     q_bhtd = q_bhtd if q_bhtd.stride(-1) == 1 else q_bhtd.contiguous()
     rows_in = _NewRows()
     if new is not None:
@@ -251,21 +251,28 @@ def transform_queries(
     return packed, meta, exact
 
 
-def kept_queries(kept: Tensor, q_like: Tensor, view: StoreView, basis: ReadBasis) -> Tensor:
-    """Queries ``[B, Hq, T, D]`` that :attr:`NewRows.queries` was given in a call with some like ``q_like``."""
-    geometry, (batch, n_q, tokens, dim) = Geometry.of(q_like, view, basis), q_like.shape
-    scaled = _queries(kept, geometry, batch)[:, :, : geometry.group * tokens] / (basis.scaling * LOG2E)
-    by_head = scaled.unflatten(2, (tokens, geometry.group)).transpose(2, 3)
-    return by_head.reshape(batch, n_q, tokens, dim).to(q_like.dtype)
+def kept_queries(
+    kept: Tensor, shape: tuple[int, int, int, int], n_kv_heads: int, scaling: float, dtype: torch.dtype
+) -> Tensor:
+    """Queries of a shape ``[B, Hq, T, D]`` that :attr:`NewRows.queries` was given."""
+    batch, n_q, tokens, dim = shape
+    group = n_q // n_kv_heads
+    found = _queries(kept, batch, n_kv_heads, COLUMNS_PER_TILE * _tiles(group, tokens), dim)
+    by_head = found[:, :, : group * tokens].unflatten(2, (tokens, group)).transpose(2, 3)
+    return (by_head / (scaling * LOG2E)).reshape(shape).to(dtype)
 
 
 def queries_size(group: int, tokens: int, n_kv_heads: int, dim: int) -> int:
     """Numbers that :attr:`NewRows.queries` must have for each sequence."""
-    return -(-group * tokens // COLUMNS_PER_TILE) * COLUMNS_PER_TILE * n_kv_heads * dim
+    return COLUMNS_PER_TILE * _tiles(group, tokens) * n_kv_heads * dim
 
 
-def _queries(kept: Tensor, geometry: Geometry, batch: int) -> Tensor:
-    shape = batch, geometry.n_kv_heads, geometry.columns, geometry.head_dim
+def _tiles(group: int, tokens: int) -> int:
+    """Tiles of columns, one column a query token and head."""
+    return -(-group * tokens // COLUMNS_PER_TILE)
+
+
+def _queries(kept: Tensor, *shape: int) -> Tensor:
     return kept[: math.prod(shape)].view(shape)
 
 

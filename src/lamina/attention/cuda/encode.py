@@ -21,7 +21,9 @@ from lamina.pages.writer import FilledPages
 WARPS, GROUPS = 4, 2
 """Warps of a page and pages that a block has at a time, as in ``encode.cu``."""
 JOB_WORDS = 19
-"""64-bit words of a job, as in ``encode.cu``."""
+SOURCE, HEAD_STEP, ROW_STEP, RECORD = slice(0, 2), slice(2, 4), slice(4, 6), 6
+BITS, SLOTS, OF_LAYER = slice(7, 9), slice(9, 15), slice(15, 19)
+"""64-bit words of a job, as in ``encode.cu``; those of one kind have K's and V's."""
 RULES = {ScaleRule.MINMAX: 0, ScaleRule.CLIP: 1, ScaleRule.UNBIASED: 2}
 
 
@@ -115,8 +117,8 @@ class CudaPageWriter:
         slots = arena.close(pages, bits)
         kept = [(one.pages, readable(one.k, 16), readable(one.v, 16)) for one in filled]
         jobs = torch.cat([self.jobs(arena, *one) for one in kept])
-        jobs[:, 7:9] = torch.tensor(bits)
-        jobs[:, 9:15] = slots
+        jobs[:, BITS] = torch.tensor(bits)
+        jobs[:, SLOTS] = slots
         one = _Waiting(self, arena, pages, jobs, kept)
         if self.waiting is None:
             _encode([one])
@@ -138,8 +140,8 @@ class CudaPageWriter:
             jobs[:, side] = rows.data_ptr() + rows.stride(0) * rows.itemsize * torch.arange(len(pages))
             jobs[:, 2 + side], jobs[:, 4 + side] = rows.stride(1), rows.stride(2)
         records = arena.pages.data[0]
-        jobs[:, 6] = records.data_ptr() + torch.tensor(pages) * records.stride(0)
-        jobs[:, 15:] = self.of_layer(arena.slabs.data[0])
+        jobs[:, RECORD] = records.data_ptr() + torch.tensor(pages) * records.stride(0)
+        jobs[:, OF_LAYER] = self.of_layer(arena.slabs.data[0])
         return jobs
 
     def of_layer(self, slabs: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def group_rows(
         Which rows have no token stored before these; default none, as far as is known.
     """
     fresh = fresh or [False] * len(counts)
-    most = max(TILE, MOST_NUMBERS // (n_heads * head_dim))
+    most = _most_tokens(n_heads, head_dim)
     groups: list[Group] = []
     row = token = 0
     while row < len(counts):
@@ -161,6 +161,11 @@ def group_rows(
         groups.append(Group(*at, to_device(starts, device), max(counts[row:end]), long, fresh[row]))
         row, token = end, token + total
     return groups
+
+
+def _most_tokens(n_heads: int, head_dim: int) -> int:
+    """Query tokens that are taken at once."""
+    return max(TILE, MOST_NUMBERS // (n_heads * head_dim))
 
 
 def attend_prefill(
@@ -218,7 +223,7 @@ def attend_groups(
     for group in groups:
         at = group.tokens
         call = _Call(q[:, at], k[:, at], v[:, at], view, basis, group, splits)
-        each = max(TILE, MOST_NUMBERS // (n_q * dim)) if group.starts.shape[0] == 2 else group.most
+        each = _most_tokens(n_q, dim) if call.batch == 1 else group.most
         for start in range(0, group.most, each):
             where, parts = call.attend(start, min(group.most - start, each))
             merged, lse[:, where] = _merge(parts)

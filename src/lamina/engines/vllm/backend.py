@@ -107,53 +107,21 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of the batch that attend together, with as many queries each.
-
-    Attributes
-    ----------
-    rows : slice
-        Of the batch.
-    first : int
-        First token of the batch; theirs lie behind each other.
-    queries : int
-        Queries of each.
-    """
+    """Rows of the batch that attend together, and their tokens, which lie behind each other; as many of each row."""
 
     rows: slice
-    first: int
+    tokens: slice
     queries: int
-
-    @property
-    def tokens(self) -> slice:
-        """Their tokens."""
-        return slice(self.first, self.first + (self.rows.stop - self.rows.start) * self.queries)
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows of the batch that follow each other and have many queries, as parts of prompts do.
-
-    Attributes
-    ----------
-    rows : slice
-        Of the batch.
-    first : int
-        First token of the batch; theirs lie behind each other.
-    counts : list of int
-        Queries of each.
-    groups : list of Group
-        Those that a GPU takes at a time.
-    """
+    """Rows and tokens of the batch, many a row as of parts of prompts, and those that a GPU takes at a time."""
 
     rows: slice
-    first: int
+    tokens: slice
     counts: list[int]
     groups: list[Group]
-
-    @property
-    def tokens(self) -> slice:
-        """Their tokens."""
-        return slice(self.first, self.first + sum(self.counts))
 
 
 @dataclass
@@ -220,7 +188,7 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
             page_ids = torch.where(PAGE_TOKENS * torch.arange(width) < lengths[:, None], ids, -1)
         state, tokens, most = self.impl.state, c.num_actual_tokens, c.max_query_len
         alike, on_gpu = tokens == n * most and most <= self.few, self.device.type == "cuda"
-        parts: list[Part | Chunks] = [Part(slice(0, n), 0, most)]
+        parts: list[Part | Chunks] = [Part(slice(0, n), slice(0, tokens), most)]
         if not alike:
             parts = _parts(c.query_start_loc_cpu[: n + 1].diff().tolist(), self.few)
         if not alike and on_gpu:
@@ -244,12 +212,12 @@ def _parts(counts: list[int], few: int) -> list[Part | Chunks]:
     row = first = 0
     for n, group in itertools.groupby(counts, lambda n: n if n <= few else -1):
         alike = list(group)
-        rows = slice(row, row + len(alike))
+        rows, tokens = slice(row, row + len(alike)), slice(first, first + sum(alike))
         if n > 0:
-            parts.append(Part(rows, first, n))
+            parts.append(Part(rows, tokens, n))
         elif n < 0:
-            parts.append(Chunks(rows, first, alike, []))
-        row, first = rows.stop, first + sum(alike)
+            parts.append(Chunks(rows, tokens, alike, []))
+        row, first = rows.stop, tokens.stop
     return parts
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lamina.attention.cuda.decode import attend_cuda, kept_queries, queries_size
+from lamina.attention.cuda.decode import kept_queries, queries_size
 from lamina.attention.dispatch import attend
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.basis.encoder import PageEncoder
@@ -106,11 +106,11 @@ class StepCanary:
 
     def _newest(self, step: Decoding, layer: int) -> Tensor:
         """Newest query of every request, ``[B, Hq, 1, D]``."""
-        kept, batch, dim = self.kept[layer], len(step.lengths), self.pages.layout.head_dim
-        if kept.device.type == "cpu":
-            return kept[:, :, -1:]
-        like = self.pages.exact.new_empty(batch, self.n_queries, step.tokens, dim)
-        return kept_queries(kept, like, self._view(step, layer), self.bases[layer])[:, :, -1:]
+        kept, layout, exact = self.kept[layer], self.pages.layout, self.pages.exact
+        if kept.device.type == "cuda":
+            shape = len(step.lengths), self.n_queries, step.tokens, layout.head_dim
+            kept = kept_queries(kept, shape, layout.n_heads, self.bases[layer].scaling, exact.dtype)
+        return kept[:, :, -1:]
 
     def _view(self, step: Decoding, layer: int) -> StoreView:
         return self.pages.view(layer, step.page_ids, step.lengths, self.window)
@@ -118,8 +118,6 @@ class StepCanary:
     def _attend(self, step: Decoding, layer: int) -> tuple[Tensor, AttentionOutput]:
         rows = gaussian_rows(self.encoders[layer].codec, self.pages.layout.head_dim)
         basis, q, view = replace(self.bases[layer], rows=rows), self._newest(step, layer), self._view(step, layer)
-        if q.device.type == "cuda":
-            return q, attend_cuda(q, view, basis).with_sinks(basis.sinks)
         return q, attend(q, view, basis, (q, q))
 
     def _ring(self, step: Decoding, layer: int) -> Tensor:

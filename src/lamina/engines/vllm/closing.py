@@ -6,7 +6,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lamina.attention.cuda.encode import JOB_WORDS, CudaPageWriter
+from lamina.attention.cuda.encode import (
+    BITS,
+    HEAD_STEP,
+    JOB_WORDS,
+    OF_LAYER,
+    RECORD,
+    ROW_STEP,
+    SLOTS,
+    SOURCE,
+    CudaPageWriter,
+)  # fmt: skip
 from lamina.attention.cuda.gpu import readable
 from lamina.attention.cuda.rows import write_rows
 from lamina.attention.cuda.tables import to_device
@@ -72,12 +82,13 @@ class TorchCloser:
         if not pages:
             return
         first = {int(page[i]): int(i) for i in (row == 0).nonzero()[:, 0]}
-        rows = []
-        for p in pages:
-            slot_of = self.pages.exact_slot(p)
-            chunk = both[first[p] : first[p] + PAGE_TOKENS].permute(1, 2, 0, 3) if slot_of < 0 else None
-            rows.append(view.exact[slot_of] if chunk is None else chunk)
-        self._encode(layer, pages, rows, tiers[layer])
+
+        def rows_of(p: int) -> Tensor:
+            if (exact := self.pages.exact_slot(p)) >= 0:
+                return view.exact[exact]
+            return both[first[p] : first[p] + PAGE_TOKENS].permute(1, 2, 0, 3)
+
+        self._encode(layer, pages, [rows_of(p) for p in pages], tiers[layer])
 
     def _encode(self, layer: int, pages: list[int], rows: list[Tensor], bits: tuple[int, int]) -> None:
         books, encoder = self.pages, self.encoders[layer]
@@ -93,49 +104,49 @@ class CudaCloser:
 
     def __init__(self, pages: BlockPages, encoders: list[PageEncoder], dtype: torch.dtype) -> None:
         self.pages = pages
-        writers = [CudaPageWriter(encoder, dtype) for encoder in encoders]
-        self.writer = writers[0]
+        # All stay: jobs know where their matrices are.
+        self.writers = [CudaPageWriter(encoder, dtype) for encoder in encoders]
         layout, exact = pages.layout, pages.exact
         self._jobs = torch.zeros(pages.n_layers, 1, JOB_WORDS, dtype=torch.int64)
-        self._jobs[:, 0, 2:4], self._jobs[:, 0, 4:6] = PAGE_TOKENS * layout.head_dim, layout.head_dim
-        self._jobs[:, 0, 15:] = torch.stack([writer.of_layer(pages.slabs) for writer in writers])
+        self._jobs[..., HEAD_STEP], self._jobs[..., ROW_STEP] = PAGE_TOKENS * layout.head_dim, layout.head_dim
+        self._jobs[:, 0, OF_LAYER] = torch.stack([writer.of_layer(pages.slabs) for writer in self.writers])
         self._records = torch.tensor([r.data_ptr() for r in pages.records])[:, None]
         self._exact = torch.tensor([x.data_ptr() for x in exact])[:, None]
         # Losses are means over heads.
         weights = torch.stack([torch.stack([e.logit_weight, e.value_weight]) for e in encoders])
         self._weights = (weights / layout.n_heads)[:, None, :, :, None]
-        self.writers = writers
         with torch.inference_mode(False):
             self.damaged = torch.zeros(1, dtype=torch.int32, device=pages.device)
             self._none = torch.zeros(pages.n_layers, 0, JOB_WORDS, dtype=torch.int64, device=pages.device)
-        self._planned, self._ids, self._has_planes = self._none, self._none, False
+        self._planned: tuple[Tensor, Tensor | None] = self._none, None
 
     def now(self, pages: list[int], tiers: Tiers) -> None:
         """Encode pages from their exact rows, in all layers, in one launch."""
-        jobs = to_device(self._jobs_of(pages, tiers), self.pages.device)
-        found = self.writer.launch(jobs.flatten(0, 1)).unflatten(0, jobs.shape[:2])
-        if max(max(pair) for pair in tiers) > 2:
-            ids = to_device(torch.tensor(pages), self.pages.device)
+        jobs, ids = self._upload(pages, tiers)
+        found = self.writers[0].launch(jobs.flatten(0, 1)).unflatten(0, jobs.shape[:2])
+        if ids is not None:
             self.pages.loss[:, ids] = (found * self._weights).sum(3)
 
     def plan(self, pages: list[int], tiers: Tiers) -> None:
         """Have the next :meth:`write` of every layer encode pages."""
-        self._planned = self._none
-        if pages:
-            self._planned = to_device(self._jobs_of(pages, tiers), self.pages.device)
-            self._has_planes = max(max(pair) for pair in tiers) > 2
-            if self._has_planes:
-                self._ids = to_device(torch.tensor(pages), self.pages.device)
+        self._planned = self._upload(pages, tiers) if pages else (self._none, None)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, view: StoreView) -> None:
         """Write rows and encode the pages planned."""
-        jobs = self._planned[layer]
+        jobs, ids = self._planned[0][layer], self._planned[1]
         k, v = readable(k, 16), readable(v, 16)
         write_rows(k, v, slots, view, jobs, self.damaged)
-        if len(jobs):
-            found = self.writer.launch(jobs)
-            if self._has_planes:
-                self.pages.loss[layer, self._ids] = (found * self._weights[layer]).sum(2)
+        if not len(jobs):
+            return
+        found = self.writers[0].launch(jobs)
+        if ids is not None:
+            self.pages.loss[layer, ids] = (found * self._weights[layer]).sum(2)
+
+    def _upload(self, pages: list[int], tiers: Tiers) -> tuple[Tensor, Tensor | None]:
+        """Jobs of pages on the device, and the pages if any of them has planes that may be dropped."""
+        device, has_planes = self.pages.device, max(max(pair) for pair in tiers) > 2
+        ids = to_device(torch.tensor(pages), device) if has_planes else None
+        return to_device(self._jobs_of(pages, tiers), device), ids
 
     def _jobs_of(self, pages: list[int], tiers: Tiers) -> Tensor:
         """Jobs of pages in all layers, int64 ``[L, n, JOB_WORDS]``; without rows where there are no exact ones."""
@@ -144,11 +155,11 @@ class CudaCloser:
         jobs = self._jobs.repeat(1, len(pages), 1)
         size, slots = books.exact.itemsize, cells[..., EXACT]
         rows = self._exact + slots * (books.exact.stride(1) * size)
-        for side in (0, 1):
-            jobs[..., side] = torch.where(slots >= 0, rows + side * books.exact.stride(2) * size, 0)
-        jobs[..., 6] = self._records + ids * books.layout.record_bytes
-        jobs[..., 7:9] = torch.tensor(tiers)[:, None]
-        jobs[..., 9:15] = cells[..., FINE:EXACT]
+        sides = torch.arange(2) * (books.exact.stride(2) * size)
+        jobs[..., SOURCE] = torch.where(slots[..., None] >= 0, rows[..., None] + sides, 0)
+        jobs[..., RECORD] = self._records + ids * books.layout.record_bytes
+        jobs[..., BITS] = torch.tensor(tiers)[:, None]
+        jobs[..., SLOTS] = cells[..., FINE:EXACT]
         return jobs
 
 

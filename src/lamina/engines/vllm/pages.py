@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lamina.attention.cuda.tables import Patches
 from lamina.codec import PAGE_TOKENS
-from lamina.codec.packing import SLABS_OF_BITS
+from lamina.codec.packing import slabs_beyond_base
 from lamina.pages.layout import RecordLayout
-from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER
+from lamina.pages.table import COLUMNS, EXACT, FINE, FINEST, ROWS, START, TIER, read_bits, shed_costs
 from lamina.pages.view import StoreView
 
 BOOK_BYTES = 4 * COLUMNS + 16
@@ -169,7 +169,7 @@ class BlockPages:
 
     def slabs_needed(self, pages: int, tiers: Sequence[tuple[int, int]]) -> int:
         """Slots of planes that closing so many pages takes."""
-        return pages * sum(SLABS_OF_BITS[bits] - 1 for pair in tiers for bits in pair)
+        return pages * slabs_beyond_base(bits for pair in tiers for bits in pair)
 
     def close(self, pages: list[int], tiers: Sequence[tuple[int, int]]) -> None:
         """Make open pages closed ones, of one pair of bits a layer; room for their planes is there."""
@@ -213,7 +213,9 @@ class BlockPages:
 
     def below_tier(self, pages: list[int]) -> int:
         """How many of these pages some layer reads with fewer bits than they were written with."""
-        return int((self._bits_read(pages) < self.cells[:, pages, TIER : TIER + 2]).any((0, 2)).sum())
+        rows = self.table[:, pages]
+        below = [(read_bits(rows, side) < rows[..., TIER + side]).any(0) for side in (0, 1)]
+        return int((below[0] | below[1]).sum())
 
     def packed_bytes(self) -> tuple[int, int]:
         """Bytes and pages, over all layers, of what requests read packed: closed pages in use without exact rows."""
@@ -239,12 +241,11 @@ class BlockPages:
         target, dropped = min(self.free_slabs.left + slots, self.free_slabs.size), 0
         while self.free_slabs.left < target:
             self.flush()
-            finest, fine = self._there[..., [FINEST, FINEST + 2]] >= 0, self._there[..., FINE : FINE + 2] >= 0
             # Losses of rows that are not finite are neither: such planes are worth nothing, and never infinite.
-            cost = torch.where(finest, self.loss[..., 1], self.loss[..., 0]).nan_to_num(nan=0.0).clamp(max=1e30)
-            cost = cost.masked_fill(~fine, float("inf"))
+            cost = shed_costs(self._there, self.loss.nan_to_num(nan=0.0).clamp(max=1e30))
+            there = int(cost.isfinite().sum())
             order = torch.sort(reduce(cost).flatten(), stable=True).indices
-            n = min(target - self.free_slabs.left, int(fine.sum()))
+            n = min(target - self.free_slabs.left, there)
             flat = order[:n].cpu().numpy()
             layers, pages, sides = np.unravel_index(flat, cost.shape)
             is_fine = self.cells[layers, pages, FINEST + 2 * sides] < 0
@@ -282,10 +283,6 @@ class BlockPages:
             "windows": self.exact.nbytes,
             "page_tables": BOOK_BYTES * n,
         }
-
-    def _bits_read(self, pages: list[int]) -> np.ndarray:
-        rows = self.cells[:, pages]
-        return np.where(rows[..., [FINEST, FINEST + 2]] >= 0, 8, np.where(rows[..., FINE : FINE + 2] >= 0, 4, 2))
 
     def _forget(self, page: int) -> None:
         """Give up an open page: what it holds is in no record."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lamina.codec import PAGE_TOKENS
-from lamina.codec.packing import SLABS_OF_BITS
+from lamina.codec.packing import slabs_beyond_base
 from lamina.engines.vllm.config import AUTO
 from lamina.engines.vllm.pages import BOOK_BYTES
 from lamina.errors import ConfigError
@@ -25,6 +25,10 @@ class LayerShape:
     def layout(self) -> RecordLayout:
         """Records that fill whole blocks of vLLM, which count bytes a token."""
         return RecordLayout(self.n_heads, self.head_dim, align=PAGE_TOKENS)
+
+    def exact_bytes(self, itemsize: int) -> int:
+        """Bytes of a page's exact rows, of numbers of ``itemsize`` bytes."""
+        return 8 * self.layout.slab_bytes * itemsize
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,9 @@ def sizes(
     slab_bytes = max(s.layout.slab_bytes for s in shapes)
     block = sum(s.layout.record_bytes for s in shapes)
     book = BOOK_BYTES * len(shapes)
-    exact = sum(8 * s.layout.slab_bytes * itemsize for s in shapes)
+    exact = sum(s.exact_bytes(itemsize) for s in shapes)
     # Planes beyond the base grow with the bits: none at 2, one at 4, three at 8.
-    planes = max(sum(SLABS_OF_BITS[b] - 1 for pair in tiers for b in pair), math.ceil(len(shapes) * (least_bits - 2)))
+    planes = max(slabs_beyond_base(b for pair in tiers for b in pair), math.ceil(len(shapes) * (least_bits - 2)))
     arena = 0 if arena_gb == AUTO else int(float(arena_gb) * 1e9)
     each = block + book + (planes * slab_bytes if arena_gb == AUTO else 0)
     # Fewer blocks than exact pages need no more exact pages than blocks.
@@ -112,5 +116,15 @@ def exact_pages(window: WindowConfig, max_num_seqs: int, max_num_batched_tokens:
 
     ``decode_tokens``: those of a request that decodes, drafts included, which may go to two pages.
     """
-    kept = (window.sink + window.recent) // PAGE_TOKENS + 1 + (decode_tokens > 1)
-    return max_num_seqs * kept + max_num_batched_tokens // PAGE_TOKENS + 1
+    kept = request_pages(window) + (decode_tokens > 1)
+    return max_num_seqs * kept + chunk_pages(max_num_batched_tokens)
+
+
+def request_pages(window: WindowConfig) -> int:
+    """Exact pages of a request: its windows and the open one."""
+    return (window.sink + window.recent) // PAGE_TOKENS + 1
+
+
+def chunk_pages(max_num_batched_tokens: int) -> int:
+    """Exact pages that the prompts of a step may add before older ones are let go."""
+    return max_num_batched_tokens // PAGE_TOKENS + 1

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from lamina.attention.cuda.gpu import objection
-from lamina.basis.geometry import ModelGeometry, model_geometry
+from lamina.basis.geometry import model_geometry
 from lamina.basis.profile import Profile
 from lamina.codec import PAGE_TOKENS
-from lamina.control.config import ControllerConfig, Policy
+from lamina.control.config import Policy
 from lamina.control.state import Controller
-from lamina.control.tuning import settings_of
-from lamina.engines.hf_settings import TUNED, check_canary, make_controller, parse_tiers
+from lamina.engines.hf_settings import check_canary, make_controller, parse_tiers
 from lamina.engines.vllm.config import AUTO, EngineConfig, decode_tokens, engine_config, tiers_from_json
 from lamina.engines.vllm.metrics_file import replace_json, stats_path
 from lamina.engines.vllm.sizes import LayerShape, Sizes, exact_pages, sizes
@@ -41,8 +40,8 @@ class Setup:
 
     Attributes
     ----------
-    config, profile, geometry
-        What the user set, the profile, and the model's shape.
+    config, profile, controller
+        What the user set, the profile, and who decides the tiers, if somebody does.
     shapes : list of LayerShape
         The attention layers of this worker.
     tiers : list of (int, int)
@@ -53,7 +52,7 @@ class Setup:
 
     config: EngineConfig
     profile: Profile
-    geometry: ModelGeometry
+    controller: Controller | None
     shapes: list[LayerShape]
     tiers: list[tuple[int, int]]
     shares: Sizes
@@ -79,17 +78,13 @@ def initialize(worker: Any, inner: Any, kv_cache_config: Any) -> None:
     # vLLM takes what fits on all ranks, or what it was told to.
     slabs = blocks * (shares.slabs // shares.blocks) if config.arena_gb == AUTO else shares.slabs
     shares = replace(shares, blocks=blocks, slabs=slabs, exact_pages=min(shares.exact_pages, blocks))
-    controller = make_controller(config.controller_settings(), None, setup.geometry, setup.profile)
-    check_canary(controller, config.window())
-    if controller is not None:
-        controller.reduce = _mean_over_ranks
     layers = list(_attention_layers(worker).values())
     records = [_records(layer.kv_cache, shape) for layer, shape in zip(layers, setup.shapes)]
     model = Model(
         setup.profile, setup.shapes, [layer.impl.scale for layer in layers], worker.model_config.dtype,
         layers[0].impl.num_heads, worker.vllm_config.scheduler_config.max_num_seqs, decode_tokens(worker.vllm_config),
     )  # fmt: skip
-    state = WorkerState(config, model, records, shares, setup.tiers, controller, _mean_losses)
+    state = WorkerState(config, model, records, shares, setup.tiers, setup.controller, _mean_losses)
     for i, layer in enumerate(layers):
         layer.impl.attach(state, i)
     state.warm_up()
@@ -254,23 +249,25 @@ def _set_up(worker: Any, config: EngineConfig, n_bytes: int) -> Setup:
         raise UnsupportedModelError("the model's attention layers differ in KV heads or head dimension")
     parsed = parse_tiers(config.tiers, profile.tiers)
     tiers = [parsed[s.index] for s in shapes]
+    controller = make_controller(config.controller_settings(), None, geometry, profile)
+    check_canary(controller, config.window())
+    if controller is not None:
+        controller.reduce = _mean_over_ranks
     queries = decode_tokens(vllm_config)
     most = exact_pages(config.window(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens, queries)
     n_bytes -= SCRATCH * (worker.device.type == "cuda")
     shares = sizes(
-        n_bytes, shapes, worker.model_config.dtype.itemsize, tiers, config.arena_gb, most, _target(config, profile)
+        n_bytes, shapes, worker.model_config.dtype.itemsize, tiers, config.arena_gb, most, _target(controller)
     )
-    return Setup(config, profile, geometry, shapes, tiers, shares)
+    return Setup(config, profile, controller, shapes, tiers, shares)
 
 
-def _target(config: EngineConfig, profile: Profile) -> float:
+def _target(controller: Controller | None) -> float:
     """Average tier that a controller will decide on; those that follow a threshold may want any."""
-    given = config.controller_settings()
-    if given == TUNED and profile.tuning is not None:
-        given = settings_of(profile.tuning)
-    if not isinstance(given, ControllerConfig):
+    if controller is None:
         return 2.0
-    return given.target_bits if given.policy == Policy.ALLOCATE else float(max(given.tiers))
+    settings = controller.config
+    return settings.target_bits if settings.policy == Policy.ALLOCATE else float(max(settings.tiers))
 
 
 def _refuse(worker: Any, config: EngineConfig) -> None:
@@ -288,7 +285,7 @@ def _refuse(worker: Any, config: EngineConfig) -> None:
         "a controller with pipeline parallelism": config.controller is not None and parallel.pipeline_parallel_size > 1,
         f"--block-size {cache.block_size} (give 64)": cache.block_size != 64,
         f"--kv-cache-dtype {cache.cache_dtype} (leave it at auto)": cache.cache_dtype != "auto",
-        "data parallelism with vLLM's V1 model runner": worker.device.type == "cuda"
+        "data parallelism with vLLM's V1 model runner": device.type == "cuda"
         and parallel.data_parallel_size > 1
         and not getattr(vllm_config, "use_v2_model_runner", True),
         "a KV connector": vllm_config.kv_transfer_config is not None,
