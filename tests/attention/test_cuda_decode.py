@@ -14,6 +14,7 @@ from torch import Tensor
 
 import oracle
 from helpers import (
+    EXACT,
     ROWS,
     TIER,
     generator,
@@ -50,10 +51,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-def attend_on(device: str, q: Tensor, view: StoreView, basis: ReadBasis, splits: int | None) -> AttentionOutput:
+def attend_on(
+    device: str, q: Tensor, view: StoreView, basis: ReadBasis, splits: int | None, apart: bool = False
+) -> AttentionOutput:
+    """What the kernels say, with exact pages in blocks of their own or with packed ones."""
     if device == "cuda":
         q, view, basis = q.cuda(), on_gpu(view), basis_on_gpu(basis)
-    found = attend_cuda(q, view, basis, splits=splits).with_sinks(basis.sinks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "processors", lambda device: 1000 if apart else 1)
+        found = attend_cuda(q, view, basis, splits=splits).with_sinks(basis.sinks)
     return AttentionOutput(**{name: x if x is None else x.cpu() for name, x in vars(found).items()})
 
 
@@ -85,7 +91,7 @@ def test_decode(device: str, case: Case) -> None:
             shed_some(store, case.shed)
         view, q_now = store.view(), q[:, :, max(0, end - most) : end].to(case.dtype)
         expected = oracle.attend(q_now.float().numpy(), stored(view), theirs)
-        got = attend_on(device, q_now, view, basis, next(splits))
+        got = attend_on(device, q_now, view, basis, next(splits), apart=call % 3 == 1)
         worst = max(errors(got, expected))
         assert worst < (1e-2 if case.dtype == torch.bfloat16 else 5e-3), f"{worst} after {end} tokens"
         at = end
@@ -95,6 +101,22 @@ def test_decode(device: str, case: Case) -> None:
         # A GPU's compiler may contract other operations of the other kernel, which moves a result's last bit.
         same = {"rtol": 1e-2, "atol": 1e-2} if case.dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-5}
         torch.testing.assert_close(plain.out, got.out, **same)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("window", [(2560, 0), (64, 2560), (1280, 1280)])
+def test_wide_windows_with_gaps(device: str, window: tuple[int, int], apart: bool) -> None:
+    """More exact pages than are looked up at a time, some of which were shed."""
+    store, basis = make_store(1, 16, tiers=lambda: (2, 2), window=WindowConfig(*window))
+    store.append(*random_rows(1, 1, 3000, 16, 1, torch.float32))
+    pages = store.sequences[0].pages
+    for at in (1, 15, 16, 31, -16, -17, -33):
+        if store.view().table[pages[at], EXACT] >= 0:
+            store.shed_exact(pages[at])
+    view, q = store.view(), torch.randn(1, 2, 2, 16, generator=generator(1))
+    expected = oracle.attend(q.double().numpy(), stored(view), oracle_basis(basis))
+    poison(store)
+    assert max(errors(attend_on(device, q, view, basis, 4, apart), expected)) < 1e-3
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,8 @@ def test_decode_of_random_sequences(device: str, kind: Kind, data: st.DataObject
     """Sequences of different lengths, grown in pieces and cropped; undefined memory holds NaN."""
     tokens = data.draw(st.integers(*kind.tokens), "query tokens")
     batch = data.draw(st.integers(1, 3), "batch")
-    window = data.draw(st.sampled_from([(0, 0, 0), (64, 0, 0), (0, 64, 0), (64, 64, 64), (0, 192, 0)]), "window")
+    windows = [(0, 0, 0), (64, 0, 0), (0, 64, 0), (64, 64, 64), (0, 192, 0), (192, 1280, 64)]
+    window = data.draw(st.sampled_from(windows), "window")
     tiers = data.draw(st.lists(st.sampled_from(TIERS), min_size=1, max_size=6), "tiers")
     codec = CodecConfig(center=kind.centered)
     seed = data.draw(st.integers(0, 99), "seed")
@@ -162,6 +185,6 @@ def test_decode_of_random_sequences(device: str, kind: Kind, data: st.DataObject
     view = store.view()
     expected = oracle.attend(q.double().numpy(), stored(view), oracle_basis(basis))
     poison(store)
-    got = attend_on(device, q, view, basis, data.draw(st.integers(1, 5), "splits"))
+    got = attend_on(device, q, view, basis, data.draw(st.integers(1, 5), "splits"), data.draw(st.booleans(), "apart"))
     assert got.out.dtype == kind.dtype and (got.spread is None) == (not kind.measured)
     assert max(errors(got, expected)) < 1e-3

@@ -18,7 +18,7 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     Reader R(P, rings + warp * (SLOTS * SLOT + 32 * sizeof(Entry)), h, b, lane);
     const int newest = P.lengths[b] - 1, n_pages = pages_of(P, b);
-    const int splits = shares_of(n_pages, P.splits), exact_splits = min(P.exact_splits, splits);
+    const int splits = shares_of(n_pages, P.splits), exact_splits = P.exact_at ? 0 : min(P.exact_splits, splits);
     // Splits that read exact pages too get fewer packed ones.
     const auto start_of = [&](int split) {
         const i64 all = n_pages + P.exact_cost * exact_splits;
@@ -92,50 +92,82 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
     }
 }
 
-// Exact rows of the windows and the open page, in plain float32. The first splits take such pages in turn, a warp 16 rows
-// of a page, two lanes a row; then each lane some channels of the output.
-__device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16], float (*q)[D], int split, int splits, int h, int b) {
+// Exact rows of the windows and the open page, in plain float32. Blocks take such pages in turn, a warp 16 rows of a page,
+// two lanes a row; then each lane pairs of channels of the output. Loads of a page's K and V are under way together.
+__device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16], float (*q)[D], int share, int shares, int h, int b) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const i64 row0 = ((i64)b * HKV + h) * NCOL;
     const int length = P.lengths[b], newest = length - 1, oldest = length - P.tokens;
-    for (int i = threadIdx.x; i < NCOL * D; i += 32 * WARPS) q[i / D][i % D] = P.q_exact[row0 * D + i];
-    __syncthreads();
-    constexpr int PER = (D + 31) / 32;
-    float o[NCOL][PER], m[NCOL], l[NCOL];
+    constexpr int PAIRS = (D + 63) / 64, BYTES = KIND == 0 ? 4 : 2;
+    constexpr int STEPS = D / 16, AT_ONCE = STEPS < 16 / BYTES ? STEPS : 16 / BYTES;
+    constexpr int ROWS = 64 / (PAIRS * BYTES) < 16 ? 64 / (PAIRS * BYTES) : 16;
+    float o[NCOL][PAIRS][2], m[NCOL], l[NCOL];
     #pragma unroll
     for (int col = 0; col < NCOL; col++) {
         m[col] = NEVER;
         l[col] = 0.f;
         #pragma unroll
-        for (int k = 0; k < PER; k++) o[col][k] = 0.f;
+        for (int k = 0; k < PAIRS; k++) o[col][k][0] = o[col][k][1] = 0.f;
     }
-    int seen = 0;
-    // Pages [low, high), at most 32; whether the lowest and the highest of them are read exactly.
-    auto visit = [&](int low, int high, bool& lowest, bool& highest) {
+    // The windows are at both ends: 16 pages from either are looked up at a time, as far as they go.
+    int low = 0, high = pages_of(P, b), seen = 0;
+    bool more_low = true, more_high = true, ready = false;
+    while (low < high && (more_low || more_high)) {
+        const int n_low = more_low ? min(16, high - low) : 0, n_high = more_high ? min(16, high - low - n_low) : 0;
         Page mine;
-        if (low + lane < high) mine.look_up(P, b, low + lane, oldest, newest);
+        if (lane < n_low) mine.look_up(P, b, low + lane, oldest, newest);
+        else if (lane >= 16 && lane - 16 < n_high) mine.look_up(P, b, high - 1 - (lane - 16), oldest, newest);
         const u32 found = __ballot_sync(~0u, mine.id >= 0 && (mine.exact || mine.exact_for_all));
-        lowest = found & 1;
-        highest = high > low && found >> (high - low - 1) & 1;
+        const u32 within = __ballot_sync(~0u, mine.id >= 0 && (mine.tier_k == 0 || in_window(mine.start, oldest, P.sink, P.recent)));
+        more_low = n_low && within >> (n_low - 1) & 1;
+        more_high = n_high && within >> (15 + n_high) & 1;
+        low += n_low;
+        high -= n_high;
+        if (!ready) finished_before();
         for (u32 todo = found; todo; todo &= todo - 1) {
-            if (seen++ % splits != split) continue;
+            if (seen++ % shares != share) continue;
             const int at = __ffs(todo) - 1;
             const int from = __shfl_sync(~0u, mine.start, at), n = min(__shfl_sync(~0u, mine.rows, at), length - from);
             const bool open = __shfl_sync(~0u, mine.tier_k, at) == 0;
-            const i64 base = ((i64)__shfl_sync(~0u, mine.slot, at) * 2 * HKV + h) * 64 * D;
             const int row = 16 * warp + (lane >> 1);
+            const i64 base = ((i64)__shfl_sync(~0u, mine.slot, at) * 2 * HKV + h) * 64 * D;
+            const i64 k_at = base + (i64)row * D + (lane & 1) * 8, v_at = base + (i64)(HKV * 64 + 16 * warp) * D + 2 * lane;
+            Eight k[AT_ONCE];
+            Pair v[ROWS][PAIRS];
+            const auto take_k = [&](int first) {
+                #pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) k[i] = row < n && first + i < STEPS ? eight_at(P.exact, k_at + 16 * (first + i)) : Eight{};
+            };
+            const auto take_v = [&](int first) {
+                #pragma unroll
+                for (int i = 0; i < ROWS; i++)
+                    #pragma unroll
+                    for (int z = 0; z < PAIRS; z++)
+                        v[i][z] = 16 * warp + first + i < n && 2 * lane + 64 * z < D ? pair_at(P.exact, v_at + (first + i) * D + 64 * z) : Pair{};
+            };
+            take_k(0);
+            take_v(0);
+            if (!ready) {
+                for (int i = threadIdx.x; i < NCOL * D; i += 32 * WARPS) q[i / D][i % D] = P.q_exact[row0 * D + i];
+                __syncthreads();
+                ready = true;
+            }
             float x[NCOL];
             #pragma unroll
             for (int col = 0; col < NCOL; col++) x[col] = 0.f;
-            if (row < n) {
-                #pragma unroll 4
-                for (int d = (lane & 1) * 8; d < D; d += 16) {
-                    float k[8];
-                    exact_8(P.exact, base + (i64)row * D + d, k);
+            #pragma unroll
+            for (int first = 0; first < STEPS; first += AT_ONCE) {
+                if (first) take_k(first);
+                #pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) {
+                    if (first + i >= STEPS) break;
+                    const int d = 16 * (first + i) + (lane & 1) * 8;
+                    float y[8];
+                    numbers(k[i], y);
                     #pragma unroll
                     for (int col = 0; col < NCOL; col++)
                         #pragma unroll
-                        for (int e = 0; e < 8; e++) x[col] = fmaf(q[col][d + e], k[e], x[col]);
+                        for (int e = 0; e < 8; e++) x[col] = fmaf(q[col][d + e], y[e], x[col]);
                 }
             }
             #pragma unroll
@@ -154,40 +186,28 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
                 m[col] = now;
                 l[col] *= keep;
                 #pragma unroll
-                for (int k = 0; k < PER; k++) o[col][k] *= keep;
+                for (int z = 0; z < PAIRS; z++) { o[col][z][0] *= keep; o[col][z][1] *= keep; }
                 y = y == NEVER ? 0.f : exp2_(y - now);
                 if (lane & 1) weights[warp][col][lane >> 1] = y; else l[col] += y;
             }
             __syncwarp();
-            #pragma unroll 4
-            for (int i = 0; i < 16; i++) {
-                if (16 * warp + i >= n) break;
-                float v[PER];
+            #pragma unroll
+            for (int first = 0; first < 16; first += ROWS) {
+                if (first) take_v(first);
                 #pragma unroll
-                for (int k = 0; k < PER; k++)
-                    v[k] = lane + 32 * k < D ? exact_at(P.exact, base + (i64)(HKV * 64 + 16 * warp + i) * D + lane + 32 * k) : 0.f;
-                #pragma unroll
-                for (int col = 0; col < NCOL; col++)
+                for (int i = 0; i < ROWS; i++)
                     #pragma unroll
-                    for (int k = 0; k < PER; k++) o[col][k] = fmaf(weights[warp][col][i], v[k], o[col][k]);
+                    for (int z = 0; z < PAIRS; z++) {
+                        float y[2];
+                        numbers(v[i][z], y);
+                        #pragma unroll
+                        for (int col = 0; col < NCOL; col++)
+                            #pragma unroll
+                            for (int e = 0; e < 2; e++) o[col][z][e] = fmaf(weights[warp][col][first + i], y[e], o[col][z][e]);
+                    }
             }
             __syncwarp();
         }
-    };
-    // The windows are at both ends: from the first page on as far as pages are exact, then from the last one back.
-    const int n_pages = pages_of(P, b);
-    int low = 0, high = n_pages;
-    bool more = true, other;
-    while (more && low < n_pages) {
-        const int end = min(n_pages, low + 32);
-        visit(low, end, other, more);
-        low = end;
-    }
-    more = true;
-    while (more && high > low) {
-        const int start = max(low, high - 32);
-        visit(start, high, more, other);
-        high = start;
     }
     #pragma unroll
     for (int col = 0; col < NCOL; col++) {
@@ -196,7 +216,9 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
         for (int z = 1; z < 32; z *= 2) mass += __shfl_xor_sync(~0u, mass, z);
         if (lane == 0) { S.m[warp][col] = m[col]; S.l[warp][col] = mass; }
         #pragma unroll
-        for (int k = 0; k < PER; k++) if (lane + 32 * k < D) S.o[warp][col][lane + 32 * k] = o[col][k];
+        for (int z = 0; z < PAIRS; z++)
+            #pragma unroll
+            for (int e = 0; e < 2; e++) if (2 * lane + 64 * z < D) S.o[warp][col][2 * lane + 64 * z + e] = o[col][z][e];
     }
 }
 
@@ -239,16 +261,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(c
     Smem& S = *(Smem*)shared;
     float (*weights)[NCOL][16] = (float (*)[NCOL][16])(&S + 1);
     float (*q)[D] = (float (*)[D])(weights + WARPS);
-    const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
-    const int splits = shares_of(pages_of(P, b), P.splits), exact_splits = min(P.exact_splits, splits);
-    if (split >= splits) return;
-    attend_packed(P, S, (u8*)shared, split, h, b);
-    if (split >= exact_splits) next_may_start();
-    write(P, S, true, split, h, b);
-    if (split >= exact_splits) return;
-    attend_exact(P, S, weights, q, split, exact_splits, h, b);
-    next_may_start();
-    write(P, S, false, split, h, b);
+    const int h = blockIdx.y, b = blockIdx.z, split = blockIdx.x, share = split - P.exact_at;
+    const int splits = shares_of(pages_of(P, b), P.splits), shares = min(P.exact_splits, splits);
+    const bool exact = share >= 0 && share < shares;
+    if (split < splits) {
+        attend_packed(P, S, (u8*)shared, split, h, b);
+        if (!exact) next_may_start();
+        write(P, S, true, split, h, b);
+    }
+    if (exact) {
+        attend_exact(P, S, weights, q, share, shares, h, b);
+        next_may_start();
+        write(P, S, false, share, h, b);
+    }
 }
 
 #define SLICES (D > 128 ? 2 : 4)
@@ -270,6 +295,12 @@ DEVICE void append(const NewRows& R, int tokens, int h, int b) {
     int bad = 0;
     // Rows that fill up a batch have no tokens.
     if (length < tokens) return;
+    const auto number = [&](int t, int i) {
+        const int d = i < D ? i : i - D;
+        return i < D ? exact_at(R.k, b * R.k_b + h * R.k_h + t * R.k_t + d) : exact_at(R.v, b * R.v_b + h * R.v_h + t * R.v_t + d);
+    };
+    // Under way while the page is found.
+    const float first = threadIdx.x < 2 * D ? number(0, threadIdx.x) : 0.f;
     for (int t = 0; t < tokens; t++) {
         const int position = length - tokens + t;
         int j = last;
@@ -278,10 +309,8 @@ DEVICE void append(const NewRows& R, int tokens, int h, int b) {
         if (page[10] < 0) continue;
         const i64 to = (((i64)page[10] * 2 * HKV + h) * 64 + position - page[0]) * D;
         for (int i = threadIdx.x; i < 2 * D; i += blockDim.x) {
-            const bool v = i >= D;
-            const int d = v ? i - D : i;
-            const float x = v ? exact_at(R.v, b * R.v_b + h * R.v_h + t * R.v_t + d) : exact_at(R.k, b * R.k_b + h * R.k_h + t * R.k_t + d);
-            write_exact(R.exact, to + (v ? (i64)HKV * 64 * D : 0) + d, x);
+            const float x = t == 0 && i == threadIdx.x ? first : number(t, i);
+            write_exact(R.exact, to + (i < D ? i : (i64)(HKV * 64 - 1) * D + i), x);
             bad += (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
         }
     }
@@ -375,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
 
 // Merges the partial results, turns the packed part back into the engine's basis. One block a sequence, KV head and
 // column; SLICES * WIDE threads.
-extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
+extern "C" __global__ void __launch_bounds__(SLICES * WIDE, D > 128 ? 1 : 2) lamina_merge(
     const float* partial, const float* v_back, const float* mean_v, const int* page_ids, const int* lengths, int width,
     int all_splits, int most_exact, int tokens, int batch,
     void* out, float* lse_packed, float* lse, float* spread
@@ -398,6 +427,14 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
             matrix[i][k] = row < D && at < D ? v_back[((i64)h * D + row) * D + at] : 0.f;
         }
     finished_before();
+    // The first partial results are on their way while it is found what each counts for.
+    constexpr int AHEAD = 6, AHEAD_EXACT = 2;
+    float first[AHEAD + AHEAD_EXACT];
+    #pragma unroll
+    for (int i = 0; i < AHEAD + AHEAD_EXACT; i++) {
+        const int s = slice + SLICES * (i < AHEAD ? i : i - AHEAD);
+        first[i] = d < D && s < (i < AHEAD ? splits : exact_splits) ? from[(i < AHEAD ? s : all_splits + s) * stride + d] : 0.f;
+    }
     // A warp for the packed part, one for the exact part: what each split counts for.
     if (threadIdx.x < 64) {
         const int kind = threadIdx.x / 32, first = kind ? all_splits : 0, last = first + (kind ? exact_splits : splits);
@@ -425,13 +462,19 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_merge(
     }
     __syncthreads();
     if (d < D) {
-        float a = 0.f, e = 0.f;
+        float sum[2] = {0.f, 0.f};
+        #pragma unroll
+        for (int i = 0; i < AHEAD + AHEAD_EXACT; i++) {
+            const int s = slice + SLICES * (i < AHEAD ? i : i - AHEAD);
+            if (i < AHEAD && s < splits) sum[0] = fmaf(weights[s], first[i], sum[0]);
+            if (i >= AHEAD && s < exact_splits) sum[1] = fmaf(weights[all_splits + s], first[i], sum[1]);
+        }
         #pragma unroll 8
-        for (int s = slice; s < splits; s += SLICES) a = fmaf(weights[s], from[s * stride + d], a);
+        for (int s = slice + SLICES * AHEAD; s < splits; s += SLICES) sum[0] = fmaf(weights[s], from[s * stride + d], sum[0]);
         #pragma unroll 8
-        for (int s = all_splits + slice; s < all_splits + exact_splits; s += SLICES) e = fmaf(weights[s], from[s * stride + d], e);
-        found[0][slice][d] = a;
-        found[1][slice][d] = e;
+        for (int s = all_splits + slice + SLICES * AHEAD_EXACT; s < all_splits + exact_splits; s += SLICES) sum[1] = fmaf(weights[s], from[s * stride + d], sum[1]);
+        found[0][slice][d] = sum[0];
+        found[1][slice][d] = sum[1];
     }
     __syncthreads();
     if (threadIdx.x < D) {

@@ -26,6 +26,8 @@ MOST_QUERIES = MOST_TILES * COLUMNS_PER_TILE
 """Query tokens times heads a KV head that the kernels take."""
 EXACT_COST = 12
 """Packed pages that take as long as an exact one, about."""
+MOST_APART = 4
+"""Exact pages have blocks of their own up to this share of those that the GPU holds."""
 MOST_WAVES = 4
 """Times that the grid may fill the GPU, which evens out sequences of different lengths."""
 
@@ -67,7 +69,7 @@ class _Params(ctypes.Structure):
             "q", "q_meta", "q_exact", "records", "slabs", "exact", "table", "page_ids", "lengths", "kappa", "partial"
         )),
         *((name, ctypes.c_int) for name in (
-            "width", "splits", "exact_splits", "exact_cost", "tokens", "sink", "recent"
+            "width", "splits", "exact_splits", "exact_at", "exact_cost", "tokens", "sink", "recent"
         )),
         ("softcap", ctypes.c_float),
         ("variance", ctypes.c_float * 6),
@@ -131,9 +133,8 @@ class Geometry:
         """Threads that prepare a query or merge a result."""
         return (2 if self.head_dim > 128 else 4) * (-(-self.head_dim // 32) * 32)
 
-    def splits(self, rows: int, pages: int, processors: int) -> int:
-        """Shares of a sequence's pages: as few as leave little of the GPU idle with ``rows`` blocks a share."""
-        slots = processors * self.blocks
+    def splits(self, rows: int, pages: int, slots: int) -> int:
+        """Shares of a sequence's pages: as few as leave few of so many slots idle with ``rows`` blocks a share."""
         most = max(1, min(-(-pages // (2 * WARPS)), MOST_WAVES * slots // rows))
         shares = [n * rows / (-(-n * rows // slots) * slots) for n in range(1, most + 1)]
         return 1 + next(i for i, share in enumerate(shares) if share >= 0.96 * max(shares))
@@ -186,11 +187,15 @@ def attend_cuda(
     batch, n_q, tokens, dim = q_bhtd.shape
     n_kv, device, width, window = geometry.n_kv_heads, q_bhtd.device, view.page_ids.shape[1], view.window
     kernels, columns, rows = _module(geometry, device), geometry.columns, basis.rows
+    # Exact pages are those of the windows and up to two open or cut ones; one a split is enough. They have blocks of
+    # their own where those leave most of the GPU to packed pages, and else the first splits read them too.
+    windows, rows_a_split = (window.sink + window.recent) // PAGE_TOKENS, batch * n_kv
+    slots, exact_blocks = processors(device) * geometry.blocks, (windows + 2) * rows_a_split
+    apart = MOST_APART * exact_blocks <= slots
     if splits is None:
-        splits = geometry.splits(batch * n_kv, width, processors(device))
-    # Exact pages are those of the windows and up to two open or cut ones; one a split is enough.
-    windows = (window.sink + window.recent) // PAGE_TOKENS
-    exact_splits, exact_cost = min(splits, windows + 2), EXACT_COST if windows else 0
+        splits = geometry.splits(rows_a_split, width, slots - apart * exact_blocks)
+    exact_splits, exact_at = min(splits, windows + 2), apart * splits
+    exact_cost = EXACT_COST if windows else 0
 
     queries = transform_queries(q_bhtd, view, basis, new)
     partial = _empty(device, splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
@@ -203,10 +208,11 @@ def attend_cuda(
     )  # fmt: skip
     variance = (0.0,) * 6 if rows is None else (*rows.variance[0], *rows.variance[1])
     params = _Params(
-        *(t.data_ptr() for t in held), width, splits, exact_splits, exact_cost, tokens, window.sink, window.recent,
+        *(t.data_ptr() for t in held), width, splits, exact_splits, exact_at, exact_cost, tokens,
+        window.sink, window.recent,
         basis.softcap * LOG2E, (ctypes.c_float * 6)(*variance), 1 / dim if rows is not None and rows.aligned else 0.0,
     )  # fmt: skip
-    grid = (splits, n_kv, batch)
+    grid = (exact_at + exact_splits if apart else splits, n_kv, batch)
     kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
     kernels.launch(
         "lamina_merge", (n_kv, batch, geometry.group * tokens), geometry.row_threads, partial, basis.v_back,

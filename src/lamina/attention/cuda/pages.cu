@@ -28,26 +28,36 @@ DEVICE float exact_at(const void* rows, i64 i) {
 #endif
 }
 
-// Eight consecutive numbers of an exact row, starting at a multiple of 8.
-DEVICE void exact_8(const void* rows, i64 i, float (&y)[8]) {
+// Two and eight consecutive numbers of exact rows as they are stored, from multiples of two and eight on.
 #if KIND == 0
-    const float4 a = ((const float4*)rows)[i / 4], b = ((const float4*)rows)[i / 4 + 1];
-    y[0] = a.x; y[1] = a.y; y[2] = a.z; y[3] = a.w; y[4] = b.x; y[5] = b.y; y[6] = b.z; y[7] = b.w;
+typedef float2 Pair;
+struct Eight { float4 low, high; };
+DEVICE void numbers(const Pair& x, float* y) { y[0] = x.x; y[1] = x.y; }
+DEVICE void numbers(const Eight& x, float* y) {
+    y[0] = x.low.x; y[1] = x.low.y; y[2] = x.low.z; y[3] = x.low.w;
+    y[4] = x.high.x; y[5] = x.high.y; y[6] = x.high.z; y[7] = x.high.w;
+}
 #else
-    const uint4 a = ((const uint4*)rows)[i / 8];
-    const u32 w[4] = {a.x, a.y, a.z, a.w};
-    #pragma unroll
-    for (int k = 0; k < 4; k++) {
+typedef u32 Pair;
+typedef uint4 Eight;
+DEVICE void numbers(Pair x, float* y) {
 #if KIND == 1
-        y[2 * k] = bf16(w[k]);
-        y[2 * k + 1] = as_float(w[k] & 0xffff0000u);
+    y[0] = bf16(x);
+    y[1] = as_float(x & 0xffff0000u);
 #else
-        y[2 * k] = from_f16((u16)w[k]);
-        y[2 * k + 1] = from_f16((u16)(w[k] >> 16));
-#endif
-    }
+    y[0] = from_f16((u16)x);
+    y[1] = from_f16((u16)(x >> 16));
 #endif
 }
+DEVICE void numbers(const Eight& x, float* y) {
+    numbers(x.x, y);
+    numbers(x.y, y + 2);
+    numbers(x.z, y + 4);
+    numbers(x.w, y + 6);
+}
+#endif
+DEVICE Pair pair_at(const void* rows, i64 i) { return ((const Pair*)rows)[i / 2]; }
+DEVICE Eight eight_at(const void* rows, i64 i) { return ((const Eight*)rows)[i / 8]; }
 
 // A result of the engine's dtype.
 DEVICE void write_exact(void* rows, i64 i, float y) {

@@ -14,7 +14,7 @@ struct Params {
     const float* kappa;      // [HKV, 3, 3]
     float* partial;          // [splits + exact_splits, B, HKV, NCOL, PART], packed, then exact rows: values, maximum,
                              // mass, spread
-    int width, splits, exact_splits, exact_cost, tokens, sink, recent;
+    int width, splits, exact_splits, exact_at, exact_cost, tokens, sink, recent;  // exact_at: first block that reads exact rows
     float softcap;           // in units of log2(e), 0 for none
     float variance[6];       // of rows, in units of their squared step: K at 2, 4, 8 bits, V
     float along;             // 1/D if errors avoid the row itself
