@@ -31,6 +31,8 @@ class StoreView:
         int32 ``[B]``, tokens stored.
     window : WindowConfig
         Exact windows.
+    cut : bool
+        Whether a sequence may have more pages than its tokens fill, as where rows were cropped.
     """
 
     layout: RecordLayout
@@ -41,6 +43,7 @@ class StoreView:
     page_ids: Tensor
     lengths: Tensor
     window: WindowConfig
+    cut: bool = True
 
     def to(self, device: torch.device) -> "StoreView":
         """The view with its tables on a device, copied unless they are there."""

@@ -18,7 +18,7 @@ __device__ void attend_packed(const Params& P, Smem& S, u8* rings, int split, in
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     Reader R(P, rings + warp * (SLOTS * SLOT + 32 * sizeof(Entry)), h, b, lane);
     const int newest = P.lengths[b] - 1, n_pages = pages_of(P, b);
-    const int splits = shares_of(n_pages, P.splits), exact_splits = P.exact_at ? 0 : min(P.exact_splits, splits);
+    const int splits = shares_of(n_pages, P.splits), exact_splits = P.packed_at ? 0 : min(P.exact_splits, splits);
     // Splits that read exact pages too get fewer packed ones.
     const auto start_of = [&](int split) {
         const i64 all = n_pages + P.exact_cost * exact_splits;
@@ -261,10 +261,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) lamina_decode(c
     Smem& S = *(Smem*)shared;
     float (*weights)[NCOL][16] = (float (*)[NCOL][16])(&S + 1);
     float (*q)[D] = (float (*)[D])(weights + WARPS);
-    const int h = blockIdx.y, b = blockIdx.z, split = blockIdx.x, share = split - P.exact_at;
+    const int h = blockIdx.x, b = blockIdx.z, share = blockIdx.y, split = share - P.packed_at;
     const int splits = shares_of(pages_of(P, b), P.splits), shares = min(P.exact_splits, splits);
-    const bool exact = share >= 0 && share < shares;
-    if (split < splits) {
+    const bool exact = share < shares;
+    if (split >= 0 && split < splits) {
         attend_packed(P, S, (u8*)shared, split, h, b);
         if (!exact) next_may_start();
         write(P, S, true, split, h, b);
@@ -286,12 +286,12 @@ struct NewRows {
     void* exact;
     const int *table, *page_ids, *lengths;  // the new tokens included
     int* damaged;                  // becomes ``mark`` where a row holds NaN or Inf; counts such numbers if that is 0
-    int width, mark;
+    int width, mark, cut;
 };
 
 DEVICE void append(const NewRows& R, int tokens, int h, int b) {
     const int* ids = R.page_ids + (i64)b * R.width;
-    const int length = R.lengths[b], last = pages_of(ids, R.width, length) - 1;
+    const int length = R.lengths[b], last = pages_of(ids, R.width, length, R.cut) - 1;
     int bad = 0;
     // Rows that fill up a batch have no tokens.
     if (length < tokens) return;
@@ -406,12 +406,12 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
 // column; SLICES * WIDE threads.
 extern "C" __global__ void __launch_bounds__(SLICES * WIDE, D > 128 ? 1 : 2) lamina_merge(
     const float* partial, const float* v_back, const float* mean_v, const int* page_ids, const int* lengths, int width,
-    int all_splits, int most_exact, int tokens, int batch,
+    int all_splits, int most_exact, int tokens, int batch, int cut,
     void* out, float* lse_packed, float* lse, float* spread
 ) {
     const int h = blockIdx.x, b = blockIdx.y, col = blockIdx.z, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
     DYNAMIC_SHARED(float, weights);  // [all_splits + most_exact]
-    const int splits = shares_of(pages_of(page_ids + (i64)b * width, width, lengths[b]), all_splits), exact_splits = min(most_exact, splits);
+    const int splits = shares_of(pages_of(page_ids + (i64)b * width, width, lengths[b], cut), all_splits), exact_splits = min(most_exact, splits);
     __shared__ float found[2][SLICES][D], packed[D], exact[D], tops[2], mass[2], of_spread[3];
     const i64 stride = (i64)batch * HKV * NCOL * PART;
     const float* from = partial + (((i64)b * HKV + h) * NCOL + col) * PART;

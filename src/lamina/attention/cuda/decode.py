@@ -36,7 +36,7 @@ class _NewRows(ctypes.Structure):
     _fields_ = (
         ("k", ctypes.c_void_p), ("v", ctypes.c_void_p), ("strides", ctypes.c_longlong * 6),
         *((name, ctypes.c_void_p) for name in ("exact", "table", "page_ids", "lengths", "damaged")),
-        ("width", ctypes.c_int), ("mark", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("width", "mark", "cut")),
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class _Params(ctypes.Structure):
             "q", "q_meta", "q_exact", "records", "slabs", "exact", "table", "page_ids", "lengths", "kappa", "partial"
         )),
         *((name, ctypes.c_int) for name in (
-            "width", "splits", "exact_splits", "exact_at", "exact_cost", "tokens", "sink", "recent"
+            "width", "splits", "exact_splits", "exact_cost", "tokens", "sink", "recent", "packed_at", "cut"
         )),
         ("softcap", ctypes.c_float),
         ("variance", ctypes.c_float * 6),
@@ -194,8 +194,7 @@ def attend_cuda(
     apart = MOST_APART * exact_blocks <= slots
     if splits is None:
         splits = geometry.splits(rows_a_split, width, slots - apart * exact_blocks)
-    exact_splits, exact_at = min(splits, windows + 2), apart * splits
-    exact_cost = EXACT_COST if windows else 0
+    exact_splits, exact_cost = min(splits, windows + 2), EXACT_COST if windows else 0
 
     queries = transform_queries(q_bhtd, view, basis, new)
     partial = _empty(device, splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
@@ -208,16 +207,16 @@ def attend_cuda(
     )  # fmt: skip
     variance = (0.0,) * 6 if rows is None else (*rows.variance[0], *rows.variance[1])
     params = _Params(
-        *(t.data_ptr() for t in held), width, splits, exact_splits, exact_at, exact_cost, tokens,
-        window.sink, window.recent,
+        *(t.data_ptr() for t in held), width, splits, exact_splits, exact_cost, tokens, window.sink,
+        window.recent, apart * exact_splits, view.cut,
         basis.softcap * LOG2E, (ctypes.c_float * 6)(*variance), 1 / dim if rows is not None and rows.aligned else 0.0,
     )  # fmt: skip
-    grid = (exact_at + exact_splits if apart else splits, n_kv, batch)
+    grid = (n_kv, apart * exact_splits + splits, batch)
     kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
     kernels.launch(
         "lamina_merge", (n_kv, batch, geometry.group * tokens), geometry.row_threads, partial, basis.v_back,
-        basis.mean_v, view.page_ids, view.lengths, width, splits, exact_splits, tokens, batch, out, lse_packed, lse,
-        lse if spread is None else spread, shared=4 * (splits + exact_splits), early=True,
+        basis.mean_v, view.page_ids, view.lengths, width, splits, exact_splits, tokens, batch, view.cut, out,
+        lse_packed, lse, lse if spread is None else spread, shared=4 * (splits + exact_splits), early=True,
     )  # fmt: skip
     return AttentionOutput(out, lse_packed, lse, spread)
 
@@ -247,7 +246,7 @@ def transform_queries(
         rows_in = _NewRows(
             k.data_ptr(), v.data_ptr(), (ctypes.c_longlong * 6)(*k.stride()[:3], *v.stride()[:3]),
             *(t.data_ptr() for t in (view.exact, view.table, view.page_ids, view.lengths, new.damaged)),
-            view.page_ids.shape[1], new.mark,
+            view.page_ids.shape[1], new.mark, view.cut,
         )  # fmt: skip
     _module(geometry, device).launch(
         "lamina_query", (n_kv, batch, 1 if new is None else 2), geometry.row_threads, q_bhtd,

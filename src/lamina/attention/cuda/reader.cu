@@ -14,7 +14,9 @@ struct Params {
     const float* kappa;      // [HKV, 3, 3]
     float* partial;          // [splits + exact_splits, B, HKV, NCOL, PART], packed, then exact rows: values, maximum,
                              // mass, spread
-    int width, splits, exact_splits, exact_at, exact_cost, tokens, sink, recent;  // exact_at: first block that reads exact rows
+    int width, splits, exact_splits, exact_cost, tokens, sink, recent;
+    int packed_at;           // first block that reads packed pages
+    int cut;                 // whether sequences may have more pages than their tokens fill
     float softcap;           // in units of log2(e), 0 for none
     float variance[6];       // of rows, in units of their squared step: K at 2, 4, 8 bits, V
     float along;             // 1/D if errors avoid the row itself
@@ -46,14 +48,14 @@ struct Entry {
 };
 #define KIND_OF(NK, NV, K, V) (64 | (NK) << 8 | (NV) << 12 | (K) << 16 | (V) << 20)
 // Pages of a sequence of ``length`` tokens: as many as that tells, or more where pages were cut.
-DEVICE int pages_of(const int* ids, int width, int length) {
+DEVICE int pages_of(const int* ids, int width, int length, int cut) {
     int n = min(width, (length + 63) / 64);
-    while (n < width && ids[n] >= 0) n++;
+    while (cut && n < width && ids[n] >= 0) n++;
     return n;
 }
 // Shares of a sequence's pages that are worth a block of their own, at most ``splits``.
 DEVICE int shares_of(int n_pages, int splits) { return max(1, min(splits, (n_pages + 2 * WARPS - 1) / (2 * WARPS))); }
-DEVICE int pages_of(const Params& P, int b) { return pages_of(P.page_ids + (i64)b * P.width, P.width, P.lengths[b]); }
+DEVICE int pages_of(const Params& P, int b) { return pages_of(P.page_ids + (i64)b * P.width, P.width, P.lengths[b], P.cut); }
 
 struct Smem {
     float m[WARPS][NCOL], l[WARPS][NCOL], spread[WARPS][NCOL][3];

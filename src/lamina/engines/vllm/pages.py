@@ -121,7 +121,7 @@ class BlockPages:
         """What attention reads of a layer."""
         return StoreView(
             self.layout, self.records[layer], self.slabs, self.exact[layer], self._there[layer], page_ids, lengths,
-            window,  # type: ignore[arg-type]
+            window, cut=False,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def reserve_exact(self, n: int) -> None:
