@@ -402,20 +402,22 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE) lamina_query(
     }
 }
 
-// Merges the partial results, turns the packed part back into the engine's basis. One block a sequence, KV head and
-// column; SLICES * WIDE threads.
+// Merges the partial results, turns the packed part back into the engine's basis. Blocks of SLICES * WIDE
+// threads, some a sequence and KV head that share its columns, of which ``columns`` are in use.
 extern "C" __global__ void __launch_bounds__(SLICES * WIDE, D > 128 ? 1 : 2) lamina_merge(
     const float* partial, const float* v_back, const float* mean_v, const int* page_ids, const int* lengths, int width,
-    int all_splits, int most_exact, int tokens, int batch,
+    int all_splits, int most_exact, int tokens, int batch, int columns,
     void* out, float* lse_packed, float* lse, float* spread
 ) {
-    const int h = blockIdx.x, b = blockIdx.y, col = blockIdx.z, d = threadIdx.x % WIDE, slice = threadIdx.x / WIDE;
+    const int h = blockIdx.x, b = blockIdx.y, d = threadIdx.x, lane = threadIdx.x % 32;
     DYNAMIC_SHARED(float, weights);  // [all_splits + most_exact]
     const int splits = shares_of(pages_of(page_ids + (i64)b * width, width, lengths[b]), all_splits), exact_splits = min(most_exact, splits);
-    __shared__ float found[2][SLICES][D], packed[D], exact[D], tops[2], mass[2], of_spread[3];
+    // Pairs of channels, a slice of the threads a split.
+    constexpr int LANES = D / 2, BESIDES = SLICES * WIDE / LANES, AHEAD = 5, AHEAD_EXACT = 1;
+    const int pair = threadIdx.x % LANES, beside = threadIdx.x / LANES;
+    __shared__ float2 found[2][BESIDES][LANES];
+    __shared__ float packed[D], exact[D], turned[D], tops[2], mass[2], of_spread[3];
     const i64 stride = (i64)batch * HKV * NCOL * PART;
-    const float* from = partial + (((i64)b * HKV + h) * NCOL + col) * PART;
-    const int lane = threadIdx.x % 32;
     // A warp a channel of the result: its row of the matrix is there before the partial results are.
     constexpr int BESIDE = SLICES * WIDE / 32, EACH = (D + BESIDE - 1) / BESIDE, WORDS = WIDE / 32;
     float matrix[EACH][WORDS];
@@ -427,88 +429,95 @@ extern "C" __global__ void __launch_bounds__(SLICES * WIDE, D > 128 ? 1 : 2) lam
             matrix[i][k] = row < D && at < D ? v_back[((i64)h * D + row) * D + at] : 0.f;
         }
     finished_before();
-    // The first partial results are on their way while it is found what each counts for.
-    constexpr int AHEAD = 6, AHEAD_EXACT = 2;
-    float first[AHEAD + AHEAD_EXACT];
-    #pragma unroll
-    for (int i = 0; i < AHEAD + AHEAD_EXACT; i++) {
-        const int s = slice + SLICES * (i < AHEAD ? i : i - AHEAD);
-        first[i] = d < D && s < (i < AHEAD ? splits : exact_splits) ? from[(i < AHEAD ? s : all_splits + s) * stride + d] : 0.f;
-    }
-    // A warp for the packed part, one for the exact part: what each split counts for.
-    if (threadIdx.x < 64) {
-        const int kind = threadIdx.x / 32, first = kind ? all_splits : 0, last = first + (kind ? exact_splits : splits);
-        float top = NEVER, sum = 0.f, sums[3] = {0.f, 0.f, 0.f};
-        for (int s = first + lane; s < last; s += 32) top = fmaxf(top, from[s * stride + D]);
-        for (int z = 16; z; z >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
-        for (int s = first + lane; s < last; s += 32) {
-            // A split without pages has no maximum.
-            const float at = from[s * stride + D], w = at == NEVER ? 0.f : exp2_(at - top);
-            weights[s] = w;
-            sum = fmaf(w, from[s * stride + D + 1], sum);
+    #pragma unroll 1
+    for (int col = blockIdx.z; col < columns; col += gridDim.z) {
+        const float* from = partial + (((i64)b * HKV + h) * NCOL + col) * PART;
+        // The first partial results are on their way while it is found what each counts for.
+        const auto part = [&](int kind, int split) -> float2 {
+            const bool any = beside < BESIDES && split < (kind ? exact_splits : splits);
+            return any ? *(const float2*)(from + ((kind ? all_splits : 0) + split) * stride + 2 * pair) : make_float2(0.f, 0.f);
+        };
+        float2 first[AHEAD + AHEAD_EXACT];
+        #pragma unroll
+        for (int i = 0; i < AHEAD + AHEAD_EXACT; i++) first[i] = part(i >= AHEAD, beside + BESIDES * (i < AHEAD ? i : i - AHEAD));
+        // A warp for the packed part, one for the exact part: what each split counts for.
+        if (threadIdx.x < 64) {
+            const int kind = threadIdx.x / 32, first = kind ? all_splits : 0, last = first + (kind ? exact_splits : splits);
+            float top = NEVER, sum = 0.f, sums[3] = {0.f, 0.f, 0.f};
+            for (int s = first + lane; s < last; s += 32) top = fmaxf(top, from[s * stride + D]);
+            for (int z = 16; z; z >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, z));
+            for (int s = first + lane; s < last; s += 32) {
+                // A split without pages has no maximum.
+                const float at = from[s * stride + D], w = at == NEVER ? 0.f : exp2_(at - top);
+                weights[s] = w;
+                sum = fmaf(w, from[s * stride + D + 1], sum);
 #if MEASURED
-            for (int z = 0; z < 3; z++) sums[z] = fmaf(z ? w * w : w, from[s * stride + D + 2 + z], sums[z]);
+                for (int z = 0; z < 3; z++) sums[z] = fmaf(z ? w * w : w, from[s * stride + D + 2 + z], sums[z]);
+#endif
+            }
+            for (int z = 16; z; z >>= 1) {
+                sum += __shfl_xor_sync(~0u, sum, z);
+                for (int x = 0; x < 3; x++) sums[x] += __shfl_xor_sync(~0u, sums[x], z);
+            }
+            if (lane == 0) {
+                tops[kind] = top;
+                mass[kind] = sum;
+                if (kind == 0) for (int z = 0; z < 3; z++) of_spread[z] = sums[z];
+            }
+        }
+        __syncthreads();
+        if (beside < BESIDES) {
+            #pragma unroll
+            for (int kind = 0; kind < 2; kind++) {
+                const int n = kind ? exact_splits : splits, ahead = kind ? AHEAD_EXACT : AHEAD;
+                const float* w = weights + (kind ? all_splits : 0);
+                float2 sum = make_float2(0.f, 0.f);
+                const auto add = [&](int split, const float2& x) {
+                    if (split < n) { sum.x = fmaf(w[split], x.x, sum.x); sum.y = fmaf(w[split], x.y, sum.y); }
+                };
+                #pragma unroll
+                for (int i = 0; i < ahead; i++) add(beside + BESIDES * i, first[kind ? AHEAD + i : i]);
+                #pragma unroll 4
+                for (int split = beside + BESIDES * ahead; split < n; split += BESIDES) add(split, part(kind, split));
+                found[kind][beside][pair] = sum;
+            }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < 2 * D; i += SLICES * WIDE) {
+            const int kind = i / D, at = i % D;
+            float sum = 0.f;
+            #pragma unroll
+            for (int s = 0; s < BESIDES; s++) sum += ((const float*)found[kind][s])[at];
+            (kind ? exact : packed)[at] = sum;
+        }
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int k = 0; k < WORDS; k++) if (lane + 32 * k < D) sum = fmaf(packed[lane + 32 * k], matrix[i][k], sum);
+            #pragma unroll
+            for (int z = 16; z; z >>= 1) sum += __shfl_xor_sync(~0u, sum, z);
+            if (lane == 0 && threadIdx.x / 32 + i * BESIDE < D) turned[threadIdx.x / 32 + i * BESIDE] = sum;
+        }
+        __syncthreads();
+        if (d < D) {
+            const float back = fmaf(mass[0], mean_v[h * D + d], turned[d]);
+            const float all = fmaxf(tops[0], tops[1]), wp = exp2_(tops[0] - all), we = exp2_(tops[1] - all);
+            const float total = wp * mass[0] + we * mass[1];
+            const float y = total > 0.f ? (wp * back + we * exact[d]) / total : 0.f;
+            const int token = col / G, head = h * G + col % G;
+            const i64 at = (((i64)b * tokens + token) * HKV * G + head) * D + d;
+            write_exact(out, at, y);
+            const i64 i = ((i64)b * HKV * G + head) * tokens + token;
+            if (d == 0) {
+                lse_packed[i] = mass[0] > 0.f ? (tops[0] + log2f(mass[0])) * LN2 : -__int_as_float(0x7f800000);
+                lse[i] = (all + log2f(total)) * LN2;
+            }
+#if MEASURED
+            if (d < 3) spread[3 * i + d] = of_spread[d] * (d ? wp / total * (wp / total) : wp / total);
 #endif
         }
-        for (int z = 16; z; z >>= 1) {
-            sum += __shfl_xor_sync(~0u, sum, z);
-            for (int x = 0; x < 3; x++) sums[x] += __shfl_xor_sync(~0u, sums[x], z);
-        }
-        if (lane == 0) {
-            tops[kind] = top;
-            mass[kind] = sum;
-            if (kind == 0) for (int z = 0; z < 3; z++) of_spread[z] = sums[z];
-        }
+        __syncthreads();
     }
-    __syncthreads();
-    if (d < D) {
-        float sum[2] = {0.f, 0.f};
-        #pragma unroll
-        for (int i = 0; i < AHEAD + AHEAD_EXACT; i++) {
-            const int s = slice + SLICES * (i < AHEAD ? i : i - AHEAD);
-            if (i < AHEAD && s < splits) sum[0] = fmaf(weights[s], first[i], sum[0]);
-            if (i >= AHEAD && s < exact_splits) sum[1] = fmaf(weights[all_splits + s], first[i], sum[1]);
-        }
-        #pragma unroll 8
-        for (int s = slice + SLICES * AHEAD; s < splits; s += SLICES) sum[0] = fmaf(weights[s], from[s * stride + d], sum[0]);
-        #pragma unroll 8
-        for (int s = all_splits + slice + SLICES * AHEAD_EXACT; s < all_splits + exact_splits; s += SLICES) sum[1] = fmaf(weights[s], from[s * stride + d], sum[1]);
-        found[0][slice][d] = sum[0];
-        found[1][slice][d] = sum[1];
-    }
-    __syncthreads();
-    if (threadIdx.x < D) {
-        float a = 0.f, e = 0.f;
-        #pragma unroll
-        for (int s = 0; s < SLICES; s++) { a += found[0][s][d]; e += found[1][s][d]; }
-        packed[d] = a;
-        exact[d] = e;
-    }
-    __syncthreads();
-    #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        float sum = 0.f;
-        #pragma unroll
-        for (int k = 0; k < WORDS; k++) if (lane + 32 * k < D) sum = fmaf(packed[lane + 32 * k], matrix[i][k], sum);
-        #pragma unroll
-        for (int z = 16; z; z >>= 1) sum += __shfl_xor_sync(~0u, sum, z);
-        if (lane == 0 && threadIdx.x / 32 + i * BESIDE < D) found[0][0][threadIdx.x / 32 + i * BESIDE] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x >= D) return;
-    const float turned = fmaf(mass[0], mean_v[h * D + d], found[0][0][d]);
-    const float all = fmaxf(tops[0], tops[1]), wp = exp2_(tops[0] - all), we = exp2_(tops[1] - all);
-    const float total = wp * mass[0] + we * mass[1];
-    const float y = total > 0.f ? (wp * turned + we * exact[d]) / total : 0.f;
-    const int token = col / G, head = h * G + col % G;
-    const i64 at = (((i64)b * tokens + token) * HKV * G + head) * D + d;
-    write_exact(out, at, y);
-    const i64 i = ((i64)b * HKV * G + head) * tokens + token;
-    if (d == 0) {
-        lse_packed[i] = mass[0] > 0.f ? (tops[0] + log2f(mass[0])) * LN2 : -__int_as_float(0x7f800000);
-        lse[i] = (all + log2f(total)) * LN2;
-    }
-#if MEASURED
-    if (d < 3) spread[3 * i + d] = of_spread[d] * (d ? wp / total * (wp / total) : wp / total);
-#endif
 }

@@ -135,7 +135,7 @@ class Geometry:
 
     def splits(self, rows: int, pages: int, slots: int) -> int:
         """Shares of a sequence's pages: as few as leave few of so many slots idle with ``rows`` blocks a share."""
-        most = max(1, min(-(-pages // (2 * WARPS)), MOST_WAVES * slots // rows))
+        most = max(1, min(-(-pages // WARPS), MOST_WAVES * slots // rows))
         shares = [n * rows / (-(-n * rows // slots) * slots) for n in range(1, most + 1)]
         return 1 + next(i for i, share in enumerate(shares) if share >= 0.96 * max(shares))
 
@@ -198,7 +198,7 @@ def attend_cuda(
     exact_cost = EXACT_COST if windows else 0
 
     queries = transform_queries(q_bhtd, view, basis, new)
-    partial = _empty(device, splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
+    partial = _empty(device, splits + exact_splits, batch, n_kv, columns, dim + 2 + 4 * geometry.measured)
     if out is None:
         out = _empty(device, batch, tokens, n_q, dim, dtype=q_bhtd.dtype)
     lse_packed, lse = _empty(device, 2, batch, n_q, tokens)
@@ -214,9 +214,12 @@ def attend_cuda(
     )  # fmt: skip
     grid = (exact_at + exact_splits if apart else splits, n_kv, batch)
     kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
+    used = geometry.group * tokens
+    # Blocks that share columns read the matrix once for all of theirs.
+    each = min(used, -(-rows_a_split * used // (2 * processors(device))))
     kernels.launch(
-        "lamina_merge", (n_kv, batch, geometry.group * tokens), geometry.row_threads, partial, basis.v_back,
-        basis.mean_v, view.page_ids, view.lengths, width, splits, exact_splits, tokens, batch, out, lse_packed, lse,
+        "lamina_merge", (n_kv, batch, -(-used // each)), geometry.row_threads, partial, basis.v_back, basis.mean_v,
+        view.page_ids, view.lengths, width, splits, exact_splits, tokens, batch, used, out, lse_packed, lse,
         lse if spread is None else spread, shared=4 * (splits + exact_splits), early=True,
     )  # fmt: skip
     return AttentionOutput(out, lse_packed, lse, spread)

@@ -51,8 +51,8 @@ DEVICE int pages_of(const int* ids, int width, int length) {
     while (n < width && ids[n] >= 0) n++;
     return n;
 }
-// Shares of a sequence's pages that are worth a block of their own, at most ``splits``.
-DEVICE int shares_of(int n_pages, int splits) { return max(1, min(splits, (n_pages + 2 * WARPS - 1) / (2 * WARPS))); }
+// Shares of a sequence's pages that are worth a block of their own, at most ``splits``: a warp has a page at least.
+DEVICE int shares_of(int n_pages, int splits) { return max(1, min(splits, (n_pages + WARPS - 1) / WARPS)); }
 DEVICE int pages_of(const Params& P, int b) { return pages_of(P.page_ids + (i64)b * P.width, P.width, P.lengths[b]); }
 
 struct Smem {

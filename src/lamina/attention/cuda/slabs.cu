@@ -8,7 +8,7 @@
 #define SLOTS 4
 #define BLOCKS (NT * VW > 2 ? 2 : NT * VW > 1 ? 3 : 4)
 #define NEVER (-1e30f)
-#define PART (D + 2 + 3 * MEASURED)
+#define PART (D + 2 + 4 * MEASURED)
 
 template <int N> struct Int { static constexpr int value = N; };
 
