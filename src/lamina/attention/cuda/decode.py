@@ -27,7 +27,7 @@ MOST_QUERIES = MOST_TILES * COLUMNS_PER_TILE
 EXACT_COST = 12
 """Packed pages that take as long as an exact one, about."""
 MOST_APART = 4
-"""Exact pages have blocks of their own up to this share of those that the GPU holds."""
+"""Exact pages have blocks of their own where the GPU holds at least so many times as many blocks."""
 MOST_WAVES = 4
 """Times that the grid may fill the GPU, which evens out sequences of different lengths."""
 
