@@ -103,6 +103,18 @@ def test_decode(device: str, case: Case) -> None:
         torch.testing.assert_close(plain.out, got.out, **same)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [144, 160, 192, 208])
+def test_head_dimensions_between_powers_of_two(device: str, dim: int, dtype: torch.dtype) -> None:
+    """A lane has three or four pairs of channels, so that fewer rows of V fit its registers."""
+    store, basis = make_store(1, dim, tiers=lambda: (2, 2), window=WindowConfig(64, 64, 0), dtype=dtype)
+    store.append(*random_rows(1, 1, 300, dim, 1, dtype))
+    view, q = store.view(), torch.randn(1, 2, 1, dim, generator=generator(1)).to(dtype)
+    expected = oracle.attend(q.double().numpy(), stored(view), oracle_basis(basis))
+    poison(store)
+    assert max(errors(attend_on(device, q, view, basis, 2), expected)) < 1e-3
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("window", [(2560, 0), (64, 2560), (1280, 1280)])
 def test_wide_windows_with_gaps(device: str, window: tuple[int, int], apart: bool) -> None:

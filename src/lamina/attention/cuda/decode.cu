@@ -100,7 +100,8 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
     const int length = P.lengths[b], newest = length - 1, oldest = length - P.tokens;
     constexpr int PAIRS = (D + 63) / 64, BYTES = KIND == 0 ? 4 : 2;
     constexpr int STEPS = D / 16, AT_ONCE = STEPS < 16 / BYTES ? STEPS : 16 / BYTES;
-    constexpr int ROWS = 64 / (PAIRS * BYTES) < 16 ? 64 / (PAIRS * BYTES) : 16;
+    constexpr int FIT = 64 / (PAIRS * BYTES), ROWS = FIT >= 16 ? 16 : FIT >= 8 ? 8 : 4;
+    static_assert(ROWS <= FIT && 16 % ROWS == 0, "rows of V that are under way make up a warp's 16");
     float o[NCOL][PAIRS][2], m[NCOL], l[NCOL];
     #pragma unroll
     for (int col = 0; col < NCOL; col++) {
@@ -109,7 +110,8 @@ __device__ void attend_exact(const Params& P, Smem& S, float (*weights)[NCOL][16
         #pragma unroll
         for (int k = 0; k < PAIRS; k++) o[col][k][0] = o[col][k][1] = 0.f;
     }
-    // The windows are at both ends: 16 pages from either are looked up at a time, as far as they go.
+    // The windows are at both ends, and pages that are not closed among the 16 at either: so many are looked up at a time,
+    // as far as windows go.
     int low = 0, high = pages_of(P, b), seen = 0;
     bool more_low = true, more_high = true, ready = false;
     while (low < high && (more_low || more_high)) {
