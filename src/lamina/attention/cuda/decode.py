@@ -190,11 +190,13 @@ def attend_cuda(
     # Exact pages are those of the windows and up to two open or cut ones; one a split is enough. They have blocks of
     # their own where those leave most of the GPU to packed pages, and else the first splits read them too.
     windows, rows_a_split = (window.sink + window.recent) // PAGE_TOKENS, batch * n_kv
-    slots, exact_blocks = processors(device) * geometry.blocks, (windows + 2) * rows_a_split
+    most_exact, slots = windows + 2, processors(device) * geometry.blocks
+    exact_blocks = most_exact * rows_a_split
     apart = MOST_APART * exact_blocks <= slots
     if splits is None:
         splits = geometry.splits(rows_a_split, width, slots - apart * exact_blocks)
-    exact_splits, exact_cost = min(splits, windows + 2), EXACT_COST if windows else 0
+    exact_splits, exact_cost = min(splits, most_exact), EXACT_COST if windows else 0
+    packed_at = exact_splits if apart else 0
 
     queries = transform_queries(q_bhtd, view, basis, new)
     partial = _empty(device, splits + exact_splits, batch, n_kv, columns, dim + 2 + 3 * geometry.measured)
@@ -208,10 +210,10 @@ def attend_cuda(
     variance = (0.0,) * 6 if rows is None else (*rows.variance[0], *rows.variance[1])
     params = _Params(
         *(t.data_ptr() for t in held), width, splits, exact_splits, exact_cost, tokens, window.sink,
-        window.recent, apart * exact_splits, view.cut,
+        window.recent, packed_at, view.cut,
         basis.softcap * LOG2E, (ctypes.c_float * 6)(*variance), 1 / dim if rows is not None and rows.aligned else 0.0,
     )  # fmt: skip
-    grid = (n_kv, apart * exact_splits + splits, batch)
+    grid = (n_kv, packed_at + splits, batch)
     kernels.launch("lamina_decode", grid, 32 * WARPS, params, shared=geometry.shared_bytes, early=True)
     kernels.launch(
         "lamina_merge", (n_kv, batch, geometry.group * tokens), geometry.row_threads, partial, basis.v_back,
