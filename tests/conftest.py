@@ -15,6 +15,10 @@ import numba
 import torch
 from hypothesis import settings
 
+# Read when triton is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 numba.set_num_threads(1)
 settings.register_profile("lamina", deadline=None, derandomize=True, max_examples=25)

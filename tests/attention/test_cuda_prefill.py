@@ -42,7 +42,7 @@ def worst_error(
 @pytest.mark.parametrize("case", SERVED, ids=lambda c: c.id)
 @pytest.mark.parametrize("chunk", [9, 64, 129, 300])
 def test_prefill_at_every_position(case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lamina.attention.cuda import prefill
+    from lamina.attention.cuda import parts
 
     store, basis, q, k, v = build(case)
     mine, worst = basis_on_gpu(replace(basis, rows=None)), 0.0
@@ -58,10 +58,39 @@ def test_prefill_at_every_position(case: Case, chunk: int, monkeypatch: pytest.M
         expected = oracle.attend(q_now.double().numpy(), stored(view), oracle_basis(basis), exact)
         # A few tokens at a time, and all of them.
         few = 70 * case.batch * case.group * case.heads * case.dim
-        monkeypatch.setattr(prefill, "MOST_NUMBERS", few if call % 2 else 1 << 25)
+        monkeypatch.setattr(parts, "MOST_NUMBERS", few if call % 2 else 1 << 25)
         for splits in (None, 3):
             worst = max(worst, worst_error(q_now, on_gpu(view), mine, rows, expected, splits))
     assert worst < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", SERVED, ids=lambda c: c.id)
+def test_expanded_pages(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages as 16-bit rows, some at a time and all at once."""
+    from lamina.attention.cuda import dense, parts, prefill
+
+    pytest.importorskip("triton")
+    if case.dim & (case.dim - 1):
+        pytest.skip("such heads are read as codes")
+    monkeypatch.setattr(parts, "LONG", 1)
+    monkeypatch.setattr(prefill, "FILLED", 0)
+    case = replace(case, dtype=dtype)
+    store, basis, q, k, v = build(case)
+    mine, worst = basis_on_gpu(replace(basis, rows=None)), 0.0
+    for call, at in enumerate(range(0, case.tokens, 100)):
+        end = min(case.tokens, at + 100)
+        rows = k[:, :, at:end], v[:, :, at:end]
+        store.append(*rows)
+        shed_some(store, case.shed)
+        view, q_now = store.view(), q[:, :, at:end].to(dtype)
+        expected = oracle.attend(
+            q_now.double().numpy(), stored(view), oracle_basis(basis), tuple(x.double().numpy() for x in rows)
+        )
+        few = 2 * case.batch * case.heads * 64 * case.dim
+        monkeypatch.setattr(dense, "MOST_NUMBERS", few if call % 2 else 1 << 25)
+        worst = max(worst, worst_error(q_now, on_gpu(view), mine, rows, expected))
+    assert worst < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -15,7 +15,7 @@ from torch import Tensor
 import oracle
 from helpers import generator, layer_profile, make_store, oracle_basis, poison, random_rows, relative_error, stored
 from host import needs_compiler, on_host
-from lamina.attention.cuda import prefill
+from lamina.attention.cuda import parts, prefill
 from lamina.attention.cuda.gpu import MOST_DIM
 from lamina.attention.cuda.prefill import attend_prefill
 from lamina.attention.types import AttentionOutput, ReadBasis
@@ -72,9 +72,9 @@ def test_rows_of_any_length_attend_together_as_each_alone(
     view = together.view()
     q = torch.randn(sum(counts), 6, 32, generator=generator(3)).to(dtype)
     k, v = (torch.cat([pair[side].transpose(0, 1) for pair in fed]) for side in (0, 1))
-    monkeypatch.setattr(prefill, "LONG", long)
-    monkeypatch.setattr(prefill, "MOST_NUMBERS", 96 * 6 * 32)
-    groups = prefill.group_rows(counts, 6, 32, q.device, [n == 0 for n in before])
+    monkeypatch.setattr(parts, "LONG", long)
+    monkeypatch.setattr(parts, "MOST_NUMBERS", 96 * 6 * 32)
+    groups = prefill.group_rows(counts, 6, 32, q.device, before)
     assert [x for g in groups for x in range(g.rows.start, g.rows.stop)] == list(range(len(counts)))
     assert len(groups) < len(counts) and [g.rows for g in groups if g.fresh] == [slice(1, 3)]
     got = prefill.attend_groups(q, view, basis, (k, v), groups)
@@ -105,7 +105,7 @@ def test_chunks(case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None
             continue
         q_now = q[:, :, at:end].to(case.dtype)
         expected = expected_of(store, basis, q_now, rows)
-        monkeypatch.setattr(prefill, "MOST_NUMBERS", next(numbers))
+        monkeypatch.setattr(parts, "MOST_NUMBERS", next(numbers))
         got = attend_prefill(q_now, store.view(), basis, rows, splits=next(splits)).with_sinks(basis.sinks)
         assert got.out.dtype == case.dtype
         check(got, expected, TOLERANCE[case.dtype])

@@ -1,30 +1,39 @@
 """Attention of many query tokens on NVIDIA GPUs: launches the kernels of ``prefill.cu``."""
 
 import ctypes
-import itertools
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from lamina.attention.cuda.gpu import KINDS, LOG2E, most_shared, objection, processors, readable
 from lamina.attention.cuda.nvrtc import Module
-from lamina.attention.cuda.tables import to_device
+from lamina.attention.cuda.parts import LONG, TILE, Attended, Group, group_rows, merge, most_tokens
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.pages.view import StoreView
 
-WARPS, TILE, LISTERS = 4, 64, 1024
-"""Warps and rows of a block, and threads that list a sequence's pages, as in ``prefill.cu``."""
+WARPS, LISTERS = 4, 1024
+"""Warps of a block, which has ``TILE`` rows, and threads that list a sequence's pages, as in ``prefill.cu``."""
 
 ENTRY_WORDS = 12
 PAGES_A_SPLIT = 8
 """Least number of pages that are worth a share of their own."""
-MOST_NUMBERS = 1 << 25
-"""Numbers of queries, all heads together, up to which tokens are taken at once: bounds scratch memory."""
-LONG = 256
-"""Tokens of a row from which on torch attends from its chunk to itself."""
+FILLED = 48
+"""Blocks of ``TILE`` rows, one a token and query head, from which on pages become 16-bit rows for them."""
+EXPANDED = max(LONG, FILLED * TILE)
+"""Tokens for which pages become 16-bit rows whatever the heads."""
+
+logger = logging.getLogger("lamina")
+
+
+Itself = Callable[[Tensor, Tensor, Tensor, Group, float, Tensor], Tensor]
+"""Causal attention of a group's chunks to themselves: q, k, v ``[tokens, heads, D]``, the group, the scaling, and where
+values go; returns float32 log-sum-exps ``[Hq, tokens]``, columns contiguous."""
 
 
 class _Packed(ctypes.Structure):
@@ -99,73 +108,25 @@ def why_not(q_bhtd: Tensor, view: StoreView) -> str | None:
 
 
 @cache
+def _halves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether long chunks attend to themselves by a kernel for 16 bits."""
+    return device.type == "cuda" and dtype != torch.float32
+
+
+@cache
+def _expands(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether pages can become 16-bit rows for long chunks."""
+    if not _halves(device, dtype) or dim & (dim - 1):
+        return False
+    if find_spec("triton") is None:
+        logger.warning("attention: long chunks read packed planes, at half the speed: install triton")
+        return False
+    return True
+
+
+@cache
 def _module(geometry: Geometry, device: torch.device) -> Module:
     return Module("prefill", geometry.defines(), device)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows of a batch whose chunks are attended from in one launch.
-
-    Attributes
-    ----------
-    rows, tokens : slice
-        Rows of the batch, and their tokens, which lie behind each other.
-    starts : Tensor
-        int32 ``[rows + 1]`` on the device: where each row's tokens start, counted from the first row's.
-    most : int
-        Tokens of a row, at most.
-    long : bool
-        Whether the rows have many tokens, as many each.
-    fresh : bool
-        Whether no token is stored before them.
-    """
-
-    rows: slice
-    tokens: slice
-    starts: Tensor
-    most: int
-    long: bool
-    fresh: bool
-
-
-def group_rows(
-    counts: list[int], n_heads: int, head_dim: int, device: torch.device, fresh: list[bool] | None = None
-) -> list[Group]:
-    """Groups of rows with so many query tokens each; scratch memory is bounded unless one row alone is too long.
-
-    Parameters
-    ----------
-    counts : list of int
-        Query tokens of each row.
-    n_heads, head_dim : int
-        Query heads and head dimension.
-    device : torch.device
-        Where the queries are.
-    fresh : list of bool, optional
-        Which rows have no token stored before these; default none, as far as is known.
-    """
-    fresh = fresh or [False] * len(counts)
-    most = _most_tokens(n_heads, head_dim)
-    groups: list[Group] = []
-    row = token = 0
-    while row < len(counts):
-        long, end, total = counts[row] >= LONG, row, 0
-        while end < len(counts) and (end == row or total + counts[end] <= most):
-            alike = counts[end] == counts[row] if long else counts[end] < LONG
-            if not alike or fresh[end] != fresh[row]:
-                break
-            total, end = total + counts[end], end + 1
-        starts = torch.tensor([0, *itertools.accumulate(counts[row:end])], dtype=torch.int32)
-        at = slice(row, end), slice(token, token + total)
-        groups.append(Group(*at, to_device(starts, device), max(counts[row:end]), long, fresh[row]))
-        row, token = end, token + total
-    return groups
-
-
-def _most_tokens(n_heads: int, head_dim: int) -> int:
-    """Query tokens that are taken at once."""
-    return max(TILE, MOST_NUMBERS // (n_heads * head_dim))
 
 
 def attend_prefill(
@@ -194,9 +155,18 @@ def attend_prefill(
     return AttentionOutput(out.unflatten(0, (batch, tokens)), lse_packed, lse)
 
 
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, scaling: float, out: Tensor) -> Tensor:
+    """Causal attention of chunks to themselves by torch; an :data:`Itself`."""
+    batch = group.rows.stop - group.rows.start
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scaling)
+    out.copy_(found[0].transpose(1, 2).flatten(0, 1))
+    return found[1][..., : q.shape[2]].transpose(0, 1).flatten(1)
+
+
 def attend_groups(
     q: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor], groups: list[Group],
-    splits: int | None = None,
+    splits: int | None = None, itself: Itself = flash_attention,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attend from the last tokens of each sequence, as many as it happens to have.
 
@@ -210,6 +180,8 @@ def attend_groups(
         Rows ``[n, H, D]`` of these tokens.
     groups : list of Group
         From :func:`group_rows`.
+    itself : callable
+        Does attention of long chunks to themselves in 16 bits.
 
     Returns
     -------
@@ -221,14 +193,8 @@ def attend_groups(
     out = torch.empty(n, n_q, dim, dtype=q.dtype, device=q.device)
     lse_packed, lse = (torch.empty(n_q, n, dtype=torch.float32, device=q.device) for _ in range(2))
     for group in groups:
-        at = group.tokens
-        call = _Call(q[:, at], k[:, at], v[:, at], view, basis, group, splits)
-        each = _most_tokens(n_q, dim) if call.batch == 1 else group.most
-        for start in range(0, group.most, each):
-            where, parts = call.attend(start, min(group.most - start, each))
-            merged, lse[:, where] = _merge(parts)
-            out[where] = merged.transpose(0, 1)
-            lse_packed[:, where] = float("-inf") if group.fresh else parts[0][1]
+        at, to = group.tokens, Attended(out, lse, lse_packed).of(group.tokens)
+        _Call(q[:, at], k[:, at], v[:, at], view, basis, group, splits).attend(to, itself)
     return out, lse_packed, lse
 
 
@@ -247,31 +213,51 @@ class _Call:
             basis.softcap != 0, KINDS[q.dtype],
         )  # fmt: skip
         self.kernels = _module(self.geometry, q.device)
-        flash = group.long and q.device.type == "cuda" and q.dtype != torch.float32 and not basis.softcap
-        self.own = self._flash() if flash else None
-        if group.fresh and self.own is not None:
-            return
-        self.entries, self.exact_entries, self.counts = (
-            torch.empty(self.batch, *shape, dtype=torch.int32, device=q.device)
-            for shape in ((self.width, ENTRY_WORDS), (self.width, 4), (2,))
-        )
+
+    def attend(self, to: Attended, itself: Itself) -> None:
+        """From all tokens; those of a single row maybe in several goes."""
+        lse_own = None
+        if self.group.long and _halves(self.device, self.q.dtype) and not self.basis.softcap:
+            q, k, v = (x.transpose(0, 1) for x in (self.q, self.k, self.v))
+            lse_own = itself(q, k, v, self.group, self.basis.scaling, to.out)
+            if self.group.fresh:
+                to.lse.copy_(lse_own)
+                to.lse_packed.fill_(float("-inf"))
+                return
+        self._list_pages()
+        each = most_tokens(self.n_q, self.dim) if self.batch == 1 else self.group.most
+        for first in range(0, self.group.most, each):
+            count = min(self.group.most - first, each)
+            at = slice(0, self.tokens) if self.batch > 1 else slice(first, first + count)
+            self._attend(to.of(at), None if lse_own is None else lse_own[:, at], at, first, count)
+
+    def _list_pages(self) -> None:
+        view, self.entries = self.view, self._numbers(self.batch, self.width, ENTRY_WORDS)
+        self.exact_entries, self.counts = self._numbers(self.batch, self.width, 4), self._numbers(self.batch, 2)
         self.kernels.launch(
-            "lamina_list", (self.batch, 1, 1), LISTERS, view.table, view.page_ids, view.lengths, group.starts,
+            "lamina_list", (self.batch, 1, 1), LISTERS, view.table, view.page_ids, view.lengths, self.group.starts,
             self.width, view.window.sink, view.window.recent, self.entries, self.exact_entries, self.counts,
         )  # fmt: skip
 
-    def attend(self, first: int, count: int) -> tuple[slice, list[tuple[Tensor, Tensor]]]:
-        """From tokens ``[first, first + count)`` of every row, which are all unless it is one: where, and parts."""
-        inside = slice(0, self.tokens) if self.batch > 1 else slice(first, first + count)
-        parts = []
-        if not self.group.fresh:
-            parts.append(self._packed(inside, first, count))
-        if not self.group.fresh or self.own is None:
-            parts.append(self._exact(inside, first, count))
-        if self.own is not None:
-            parts.append((self.own[0][:, inside], self.own[1][:, inside]))
-        before = self.group.tokens.start
-        return slice(before + inside.start, before + inside.stop), parts
+    def _attend(self, to: Attended, lse_own: Tensor | None, at: slice, first: int, count: int) -> None:
+        """From tokens ``[first, first + count)`` of every row, which are all unless it is one."""
+        exact = self._exact(at, first, count, lse_own is None)
+        if self._expands(count):
+            return self._expanded(exact, lse_own, to, at, first)
+        parts = [exact]
+        if self.group.fresh:
+            to.lse_packed.fill_(float("-inf"))
+        else:
+            parts.append(self._packed(at, first, count))
+            to.lse_packed.copy_(parts[1][1])
+        if lse_own is not None:
+            parts.append((to.out.transpose(0, 1), lse_own))
+        merged, lse = merge(parts)
+        to.out.copy_(merged.transpose(0, 1))
+        to.lse.copy_(lse)
+
+    def _numbers(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=self.device)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.device)
@@ -301,16 +287,32 @@ class _Call:
         )  # fmt: skip
         grid = self._grid(count, splits)
         self.kernels.launch("lamina_packed", grid, 32 * WARPS, params, shared=self.geometry.packed_bytes)
-        values, lse = (out[0], lse[0]) if splits == 1 else _merge(list(zip(out, lse)))
+        values, lse = (out[0], lse[0]) if splits == 1 else merge(list(zip(out, lse)))
         values = values.view(self.n_kv, -1, self.dim) @ basis.v_back.mT
         return values.add_(basis.mean_v[:, None]).view(self.n_q, total, self.dim), lse
 
-    def _exact(self, at: slice, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Exact rows, those of the chunk too unless torch attends to them: as :meth:`_packed`."""
+    def _expands(self, count: int) -> bool:
+        filled = self.group.long and math.prod(self._grid(count)) >= FILLED
+        return filled and not self.group.fresh and _expands(self.device, self.q.dtype, self.dim)
+
+    def _expanded(
+        self, exact: tuple[Tensor, Tensor], lse_own: Tensor | None, to: Attended, at: slice, first: int
+    ) -> None:
+        """As 16-bit rows: packed ones, and all merged."""
+        from lamina.attention.cuda.dense import attend_expanded
+
+        pages, before = self.width, self.group.before
+        if before is not None and not self.view.cut:
+            pages = min(pages, -(-before // 64))
+        q, listed = self.q[:, at].transpose(0, 1), (self.entries, self.counts)
+        attend_expanded(q, self.view, self.basis, listed, exact, lse_own, to, self.group.most, first, pages)
+
+    def _exact(self, at: slice, first: int, count: int, of_chunk: bool) -> tuple[Tensor, Tensor]:
+        """Exact rows, those of the chunk too if told: as :meth:`_packed`."""
         view, basis, q, k, v, total = self.view, self.basis, self.q, self.k, self.v, at.stop - at.start
         out, lse = (self._empty(self.n_q, total, *d) for d in ((self.dim,), ()))
         strides = ((ctypes.c_longlong * 2)(*x.stride()[:2]) for x in (q, k, v))
-        own = None if self.own is not None else k.data_ptr()
+        own = k.data_ptr() if of_chunk else None
         held = self.exact_entries, self.counts, view.lengths, self.group.starts, out, lse
         params = _Exact(
             q.data_ptr(), view.exact.data_ptr(), own, v.data_ptr(), *strides, *(t.data_ptr() for t in held), self.width,
@@ -319,24 +321,3 @@ class _Call:
         shared = self.geometry.exact_bytes
         self.kernels.launch("lamina_exact", self._grid(count), 32 * WARPS, params, shared=shared)
         return out, lse
-
-    def _flash(self) -> tuple[Tensor, Tensor]:
-        """Causal attention of the chunks to themselves by torch: values ``[Hq, n, D]``, log-sum-exp ``[Hq, n]``."""
-        q, k, v = (x.unflatten(1, (self.batch, -1)).transpose(0, 1) for x in (self.q, self.k, self.v))
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, True, False, scale=self.basis.scaling
-        )  # fmt: skip
-        lse = found[1][..., : q.shape[2]]
-        return found[0].transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
-
-
-def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge values ``[Hq, n, D]``, in place of the first, by log-sum-exps ``[Hq, n]``, -inf without any."""
-    if len(parts) == 1:
-        return parts[0]
-    lse = torch.stack([x for _, x in parts]).logsumexp(0)
-    base = lse.clamp(min=torch.finfo(torch.float32).min)
-    values = parts[0][0].mul_((parts[0][1] - base).exp()[..., None])
-    for more, of in parts[1:]:
-        values.addcmul_(more, (of - base).exp()[..., None])
-    return values, lse

@@ -21,7 +21,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from lamina.attention.cuda.decode import MOST_QUERIES, NewRows, attend_cuda
-from lamina.attention.cuda.prefill import Group, attend_groups, group_rows
+from lamina.attention.cuda.parts import Group, group_rows
+from lamina.attention.cuda.prefill import Itself, attend_groups, flash_attention
 from lamina.attention.cuda.tables import fill_page_ids
 from lamina.attention.dispatch import KERNEL_QUERIES, attend
 from lamina.attention.types import AttentionOutput, ReadBasis
@@ -201,9 +202,9 @@ class LaminaBuilder(AttentionMetadataBuilder[LaminaMetadata]):
         if isinstance(part, Part):
             return part
         # Lengths are too long at most, and then not of a chunk that is the first.
-        fresh = None if lengths is None else [n == x for n, x in zip(part.counts, lengths[part.rows].tolist())]
+        before = None if lengths is None else [x - n for n, x in zip(part.counts, lengths[part.rows].tolist())]
         impl = self.impl
-        return replace(part, groups=group_rows(part.counts, impl.num_heads, impl.head_size, self.device, fresh))
+        return replace(part, groups=group_rows(part.counts, impl.num_heads, impl.head_size, self.device, before))
 
 
 def _parts(counts: list[int], few: int) -> list[Part | Chunks]:
@@ -226,6 +227,27 @@ def most_appended(vllm_config: Any) -> int:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
     return min(KERNEL_QUERIES, MOST_QUERIES // group)
+
+
+def chunk_attention(head_size: int) -> Itself:
+    """Attention of long chunks to themselves: vLLM's flash attention, or torch's where that has none."""
+    if not current_platform.is_cuda():
+        return flash_attention
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=head_size)
+    if version is None:
+        return flash_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, group: Group, scaling: float, out: Tensor) -> Tensor:
+        found = flash_attn_varlen_func(
+            q, k, v, group.most, group.starts, group.most, cu_seqlens_k=group.starts, softmax_scale=scaling, causal=True,
+            return_softmax_lse=True, out=out, fa_version=version,
+        )  # fmt: skip
+        lse: Tensor = found[1]
+        return lse
+
+    return attend
 
 
 class LaminaImpl(AttentionImpl[LaminaMetadata]):
@@ -257,6 +279,7 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
             raise UnsupportedModelError(f"kv_cache_dtype={kv_cache_dtype!r}: Lamina decides the bits; leave it at auto")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.kv_cache_dtype, self.softcap, self.sinks = kv_cache_dtype, logits_soft_cap or 0.0, sinks
+        self.itself = chunk_attention(head_size)
         if engine_config(get_current_vllm_config().additional_config) is None:
             raise UnsupportedModelError(
                 "the attention backend is Lamina's, but it is not configured: give "
@@ -295,7 +318,7 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
         for part in step.parts:
             of = view.rows(part.rows)
             if isinstance(part, Chunks):
-                output[part.tokens] = _attend_chunks(query, key, value, part, of, basis)
+                output[part.tokens] = _attend_chunks(query, key, value, part, of, basis, self.itself)
                 continue
             q, k, v = (_by_row(x, part) for x in (query, key, value))
             output[part.tokens] = attend(q, of, basis, (k, v)).out.flatten(0, 1).to(output.dtype)
@@ -305,12 +328,12 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
 
 
 def _attend_chunks(
-    query: Tensor, key: Tensor, value: Tensor, part: Chunks, view: StoreView, basis: ReadBasis
+    query: Tensor, key: Tensor, value: Tensor, part: Chunks, view: StoreView, basis: ReadBasis, itself: Itself
 ) -> Tensor:
     """Attention of parts of prompts, ``[tokens, Hq, D]``."""
     q, k, v = (x[part.tokens] for x in (query, key, value))
     if part.groups:
-        out, _, lse = attend_groups(q, view, basis, (k, v), part.groups)
+        out, _, lse = attend_groups(q, view, basis, (k, v), part.groups, itself=itself)
         if basis.sinks is None:
             return out
         found = AttentionOutput(out[None], lse[None], lse[None])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lamina.attention.cuda.decode import MOST_QUERIES, NewRows, attend_cuda
-from lamina.attention.cuda.prefill import LONG, attend_groups, group_rows
+from lamina.attention.cuda.parts import LONG, group_rows
+from lamina.attention.cuda.prefill import EXPANDED, Itself, attend_groups
 from lamina.attention.types import ReadBasis
 from lamina.basis.encoder import PageEncoder
 from lamina.basis.profile import LayerProfile, Profile
@@ -156,13 +157,13 @@ class WorkerState:
         """What attention of a layer, counted as they run, reads of sequences."""
         return self.pages.view(layer, page_ids, lengths, self.window)
 
-    def warm_up(self) -> None:
-        """Have a GPU's kernels compiled before the first request asks for them."""
+    def warm_up(self, itself: Itself) -> None:
+        """Have a GPU's kernels compiled before the first request asks for them; chunks attend to themselves so."""
         pages, model = self.pages, self.model
         if pages.device.type == "cpu":
             return
         (h, d), n_q, n = (pages.layout.n_heads, pages.layout.head_dim), model.n_queries, model.decode_tokens
-        q, k, v = (torch.zeros(LONG, x, d, dtype=model.dtype, device=pages.device) for x in (n_q, h, h))
+        q, k, v = (torch.zeros(EXPANDED, x, d, dtype=model.dtype, device=pages.device) for x in (n_q, h, h))
         nobody = torch.full((1, 1), -1, dtype=torch.int32, device=pages.device)
         view, basis = self.view(0, nobody, torch.zeros_like(nobody[0])), self.bases[0]
         of = [x[None, :n].transpose(1, 2) for x in (q, k, v)]
@@ -170,7 +171,10 @@ class WorkerState:
             attend_cuda(of[0], view, basis, new=NewRows(of[1], of[2], self.closer.damaged, 0))
         if self.canary is not None:
             attend_cuda(of[0][:, :, :1], view, replace(basis, rows=gaussian_rows(self.codec, d)))
-        attend_groups(q, view, basis, (k, v), group_rows([LONG], n_q, d, pages.device))
+        for n_tokens in (LONG - 1, EXPANDED):
+            rows = [x[:n_tokens] for x in (q, k, v)]
+            groups = group_rows([n_tokens], n_q, d, pages.device)
+            attend_groups(rows[0], view, basis, (rows[1], rows[2]), groups, itself=itself)
         self.closer.write(0, k[:1], v[:1], torch.full((1,), -1, device=pages.device), view)
         pages.touch(0)
         pages.flush()

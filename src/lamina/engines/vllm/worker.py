@@ -87,7 +87,7 @@ def initialize(worker: Any, inner: Any, kv_cache_config: Any) -> None:
     state = WorkerState(config, model, records, shares, setup.tiers, setup.controller, _mean_losses)
     for i, layer in enumerate(layers):
         layer.impl.attach(state, i)
-    state.warm_up()
+    state.warm_up(layers[0].impl.itself)
     worker.lamina, worker.lamina_setup = state, None
     if config.controller_state is not None and Path(config.controller_state).is_file():
         load_controller(worker, config.controller_state)
