@@ -1,7 +1,7 @@
 """Attention of long chunks over packed pages, in Triton: pages become 16-bit rows once for all queries of a chunk.
 
-Rows of K are float16 relative to a power of two of their page and head, centers included, and rows of V bfloat16, both in
-the packed basis; so many at a time that scratch memory is bounded, whatever the length of a sequence.
+Rows of K are float16 relative to a power of two of their page and head, centers included, and rows of V bfloat16, both
+in the packed basis; so many at a time that scratch memory is bounded, whatever the length of a sequence.
 """
 
 import torch
@@ -124,8 +124,8 @@ def _expand(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "lse", "lse_packed", "lse_own", "lengths", "of_q", "of_q_head", "of_lse", "of_own", "total", "tokens", "first", "count", "place",
-        "piece", "pages", "recent",
+        "lse", "lse_packed", "lse_own", "lengths", "of_q", "of_q_head", "of_lse", "of_own", "total", "tokens", "first",
+        "count", "place", "piece", "pages", "recent",
     ]
 )  # fmt: skip
 def _attend(  # type: ignore[no-untyped-def]
@@ -197,30 +197,30 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(state + kept + d[None, :], o * share[:, None], mask=live[:, None])
     else:
         apart = tl.load(lse_exact + head * total + where, mask=live, other=0.0) * 1.4426950408889634
-        top = tl.maximum(packed, apart)
+        most = tl.maximum(packed, apart)
         if OWN:
             own = tl.load(lse_own + head * of_own + where, mask=live, other=0.0) * 1.4426950408889634
-            top = tl.maximum(top, own)
-        w_packed, w_exact = tl.exp2(packed - top), tl.exp2(apart - top)
+            most = tl.maximum(most, own)
+        w_packed, w_exact = tl.exp2(packed - most), tl.exp2(apart - most)
         mass = w_packed + w_exact
         if OWN:
-            w_own = tl.exp2(own - top)
+            w_own = tl.exp2(own - most)
             mass += w_own
             w_own /= mass
         w_packed /= mass
         w_exact /= mass
-        tl.store(lse + head * of_lse + where, (top + tl.log2(mass)) * 0.69314718056, mask=live)
+        tl.store(lse + head * of_lse + where, (most + tl.log2(mass)) * 0.69314718056, mask=live)
         weighed = o * (share * w_packed)[:, None]
-        high = weighed.to(HALF)
-        low = (weighed - high.to(tl.float32)).to(HALF)
+        first_half = weighed.to(HALF)
+        second_half = (weighed - first_half.to(tl.float32)).to(HALF)
         to = out + (where.to(tl.int64) * (H * G) + head)[:, None] * D + some[None, :]
-        matrix = back + h * D * D + some[None, :] * D + d[:, None]
+        turned_back = back + h * D * D + some[None, :] * D + d[:, None]
         for c in range(0, D, STEP):
-            turn = tl.load(matrix + c * D)
-            turn_high = turn.to(HALF)
-            y = tl.dot(high, turn_high) + w_packed[:, None] * tl.load(mean + h * D + c + some)[None, :]
-            y = tl.dot(high, (turn - turn_high.to(tl.float32)).to(HALF), y)
-            y = tl.dot(low, turn_high, y)
+            column = tl.load(turned_back + c * D)
+            column_high = column.to(HALF)
+            y = tl.dot(first_half, column_high) + w_packed[:, None] * tl.load(mean + h * D + c + some)[None, :]
+            y = tl.dot(first_half, (column - column_high.to(tl.float32)).to(HALF), y)
+            y = tl.dot(second_half, column_high, y)
             y += w_exact[:, None] * tl.load(exact + kept + c + some[None, :], mask=live[:, None], other=0.0)
             if OWN:
                 y += w_own[:, None] * tl.load(to + c, mask=live[:, None], other=0.0).to(tl.float32)

@@ -241,8 +241,8 @@ def chunk_attention(head_size: int) -> Itself:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, group: Group, scaling: float, out: Tensor) -> Tensor:
         found = flash_attn_varlen_func(
-            q, k, v, group.most, group.starts, group.most, cu_seqlens_k=group.starts, softmax_scale=scaling, causal=True,
-            return_softmax_lse=True, out=out, fa_version=version,
+            q, k, v, group.most, group.starts, group.most, cu_seqlens_k=group.starts, softmax_scale=scaling,
+            causal=True, return_softmax_lse=True, out=out, fa_version=version,
         )  # fmt: skip
         lse: Tensor = found[1]
         return lse
