@@ -32,7 +32,8 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(parts, "LONG", 1)
     monkeypatch.setattr(prefill, "FILLED", 0)
     # The interpreter's products of bfloat16 are wrong.
-    monkeypatch.setattr(dense, "VALUES", torch.float32)
+    monkeypatch.setitem(dense.VALUES, torch.bfloat16, torch.float32)
+    monkeypatch.setattr(dense, "HALF", dense.tl.float32)
     return dense
 
 

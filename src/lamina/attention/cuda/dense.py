@@ -18,8 +18,10 @@ ROWS = 64
 """Rows of a program, one a token and query head."""
 MOST_NUMBERS = 1 << 25
 """Numbers of K, all heads and sequences together, that are expanded at a time."""
-VALUES = torch.bfloat16
-"""What rows of V become."""
+VALUES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
+"""What rows of V, and the weights that they are summed with, become, by the engine's dtype."""
+HALF = tl.bfloat16
+"""What bases are multiplied as, in two parts."""
 
 
 @triton.jit
@@ -119,36 +121,23 @@ def _expand(  # type: ignore[no-untyped-def]
         last = own + tl.load(e + 9).to(tl.int64) * (16 * H * D)
         for p in tl.static_range(4):
             x = _codes(base, fine, high, last, (kinds >> 4) & 15, at, p) * step[:, None] + low[:, None]
-            tl.store(v + to + p * Q, x.to(v.dtype.element_ty))
+            tl.store(v + to + p * Q, (x * 0.03125).to(v.dtype.element_ty))  # which float16 holds, whatever v is
 
 
-@triton.jit(
-    do_not_specialize=[
-        "lse", "lse_packed", "lse_own", "lengths", "of_q", "of_q_head", "of_lse", "of_own", "total", "tokens", "first",
-        "count", "place", "piece", "pages", "recent",
-    ]
-)  # fmt: skip
-def _attend(  # type: ignore[no-untyped-def]
-    q, forward, back, mean, k, v, noise, units, starts, counts, lengths, state, exact, lse_exact, lse_own,
-    out, lse, lse_packed,
-    of_q, of_q_head, of_lse, of_own, total, tokens, first, count, place, piece, pages, recent, factor, softcap,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
-    OWN: tl.constexpr,
+@triton.jit(do_not_specialize=["of_q", "of_q_head", "count"])
+def _turn(  # type: ignore[no-untyped-def]
+    q, forward, turned, ups, energies, of_q, of_q_head, count, factor,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax of rows, one a token and query head of a KV head, over pages [place, place + piece) of the list.
-
-    What it came to goes to ``state``; after the last page it is turned back and merged with exact rows and, in ``out``,
-    the chunk itself.
+    """Queries in the packed basis, logits of base 2: float16 relative to 2^-15 of a row's largest, ``ups``; what noise
+    takes off their logits for each unit of variance, in these units.
     """
-    HALF: tl.constexpr = v.dtype.element_ty
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile * ROWS + tl.arange(0, ROWS)
     token, head = row // G, h * G + row % G
-    live, where = token < count, b * count + token
-    t, d, some = tl.arange(0, 64), tl.arange(0, D), tl.arange(0, STEP)
-
+    live, d, some = token < count, tl.arange(0, D), tl.arange(0, STEP)
     x = tl.zeros((ROWS, D), tl.float32)
-    query = q + where.to(tl.int64)[:, None] * of_q + head[:, None] * of_q_head + some[None, :]
+    query = q + (b * count + token).to(tl.int64)[:, None] * of_q + head[:, None] * of_q_head + some[None, :]
     matrix = forward + h * D * D + some[:, None] * D + d[None, :]
     for c in range(0, D, STEP):
         part, turn = tl.load(query + c, mask=live[:, None], other=0.0), tl.load(matrix + c * D) * factor
@@ -158,10 +147,41 @@ def _attend(  # type: ignore[no-untyped-def]
         if q.dtype.element_ty == tl.float16:
             x = tl.dot((part.to(tl.float32) - high.to(tl.float32)).to(HALF), turn_high, x)
     top = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
-    turned = (x * (32768.0 / top)[:, None]).to(tl.float16)
     up = top / 32768.0
-    # In units of the products.
-    energy = tl.maximum(tl.sum(x * x, 1) * 0.34657359, 1e-30) / up
+    to = (h * tl.num_programs(2) + b) * count * G + row
+    tl.store(turned + to.to(tl.int64)[:, None] * D + d[None, :], (x / up[:, None]).to(tl.float16), mask=live[:, None])
+    tl.store(ups + to, up, mask=live)
+    tl.store(energies + to, tl.maximum(tl.sum(x * x, 1) * 0.34657359, 1e-30) / up, mask=live)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lse", "lse_packed", "lse_own", "lengths", "of_lse", "of_own", "total", "tokens", "first", "count", "place",
+        "piece", "pages", "recent",
+    ]
+)  # fmt: skip
+def _attend(  # type: ignore[no-untyped-def]
+    q, ups, energies, back, mean, k, v, noise, units, starts, counts, lengths, state, exact, lse_exact, lse_own,
+    out, lse, lse_packed,
+    of_lse, of_own, total, tokens, first, count, place, piece, pages, recent, softcap,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
+    OWN: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Running softmax of rows, one a token and query head of a KV head, over pages [place, place + piece) of the list.
+
+    What it came to goes to ``state``; after the last page it is turned back and merged with exact rows and, in ``out``,
+    the chunk itself.
+    """
+    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    token, head = row // G, h * G + row % G
+    live, where = token < count, b * count + token
+    t, d, some = tl.arange(0, 64), tl.arange(0, D), tl.arange(0, STEP)
+
+    # Through shared memory, from where products take them best.
+    mine = (h * tl.num_programs(2) + b) * count * G + row
+    turned = tl.load(q + mine.to(tl.int64)[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
+    up, energy = tl.load(ups + mine, mask=live, other=1.0), tl.load(energies + mine, mask=live, other=1.0)
     limit = (tl.load(lengths + b) - tokens + first + token) // 64 * 64 - recent
 
     # What earlier pages came to.
@@ -187,7 +207,7 @@ def _attend(  # type: ignore[no-untyped-def]
         keep = tl.exp2(m - base)
         l = l * keep + tl.sum(p, 1)
         values = tl.load(v + (page + j) * 64 * D + t[:, None] * D + d[None, :])
-        o = tl.dot(p.to(HALF), values, o * keep[:, None])
+        o = tl.dot(p.to(v.dtype.element_ty), values, o * keep[:, None])
         m = higher
 
     packed = tl.where(l > 0.0, m + tl.log2(tl.where(l > 0.0, l, 1.0)), float("-inf"))
@@ -210,7 +230,7 @@ def _attend(  # type: ignore[no-untyped-def]
         w_packed /= mass
         w_exact /= mass
         tl.store(lse + head * of_lse + where, (most + tl.log2(mass)) * 0.69314718056, mask=live)
-        weighed = o * (share * w_packed)[:, None]
+        weighed = o * (32.0 * share * w_packed)[:, None]  # rows of V are a 32nd
         first_half = weighed.to(HALF)
         second_half = (weighed - first_half.to(tl.float32)).to(HALF)
         to = out + (where.to(tl.int64) * (H * G) + head)[:, None] * D + some[None, :]
@@ -258,21 +278,28 @@ def attend_expanded(
     heads, count, device = view.layout.n_heads, total // batch, q.device
     piece = max(1, min(pages, MOST_NUMBERS // (batch * heads * 64 * dim)))
     shape = batch, heads, piece, 64
-    k, v = (torch.empty(*shape, dim, dtype=dtype, device=device) for dtype in (torch.float16, VALUES))
+    k, v = (torch.empty(*shape, dim, dtype=dtype, device=device) for dtype in (torch.float16, VALUES[q.dtype]))
     noise, units = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:3]))
     starts = torch.empty(shape[:3], dtype=torch.int32, device=device)
     state = torch.empty_like(exact[0]) if piece < pages else exact[0]
-    group, own = n_q // heads, to.lse if lse_own is None else lse_own
+    turned = torch.empty(heads, batch, count * (n_q // heads), dim, dtype=torch.float16, device=device)
+    ups, energies = (torch.empty(turned.shape[:3], dtype=torch.float32, device=device) for _ in range(2))
+    own = to.lse if lse_own is None else lse_own
     warps, stages = (4, 3) if dim <= 128 else (8, 2)
+    grid = triton.cdiv(turned.shape[2], ROWS), heads, batch
+    shape_of = {"H": heads, "G": n_q // heads, "D": dim, "ROWS": ROWS, "STEP": min(dim, 32), "HALF": HALF}
+    _turn[grid](
+        q, basis.q_forward, turned, ups, energies, *q.stride()[:2], count, basis.scaling * LOG2E, **shape_of,
+        num_warps=4,
+    )  # fmt: skip
     for place in range(0, pages, piece):
         _expand[piece, heads, batch](
             view.records, view.slabs, entries, counts, basis.kappa, k, v, noise, units, starts, width, place,
             H=heads, D=dim, RECORD_BYTES=view.layout.record_bytes, CENTERED=view.layout.centered, num_warps=8,
         )  # fmt: skip
-        _attend[triton.cdiv(count * group, ROWS), heads, batch](
-            q, basis.q_forward, basis.v_back, basis.mean_v, k, v, noise, units, starts, counts, view.lengths, state,
-            *exact, own, to.out, to.lse, to.lse_packed, *q.stride()[:2], to.lse.stride(0), own.stride(0), total, tokens,
-            first, count, place, piece, pages, view.window.recent, basis.scaling * LOG2E, basis.softcap * LOG2E,
-            H=heads, G=group, D=dim, ROWS=ROWS, STEP=min(dim, 32), CAPPED=basis.softcap != 0, OWN=lse_own is not None,
-            num_warps=warps, num_stages=stages,
+        _attend[grid](
+            turned, ups, energies, basis.v_back, basis.mean_v, k, v, noise, units, starts, counts, view.lengths, state,
+            *exact, own, to.out, to.lse, to.lse_packed, to.lse.stride(0), own.stride(0), total, tokens, first, count,
+            place, piece, pages, view.window.recent, basis.softcap * LOG2E, **shape_of, CAPPED=basis.softcap != 0,
+            OWN=lse_own is not None, num_warps=warps, num_stages=stages,
         )  # fmt: skip
