@@ -21,7 +21,7 @@ test-oldest: $(OLDEST)/.installed
 # vLLM on a CPU. The CPU build of torch comes from https://download.pytorch.org/whl/cpu (PIP_EXTRA_INDEX_URL) where the
 # package index has none.
 test-vllm: $(VLLM)/.installed
-	PYTHONPATH=tests $(VLLM)/bin/python -m pytest tests/serving
+	PYTHONPATH=tests $(VLLM)/bin/python -m pytest tests/serving tests/attention/test_dense.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

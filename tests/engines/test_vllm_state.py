@@ -290,6 +290,26 @@ def test_blocks_that_another_request_fills_in_the_same_step_are_found(config_of_
     check_slots(state)
 
 
+def test_blocks_that_decoding_fills_close_for_a_prompt_that_finds_them_at_once(config_of_both):
+    state = worker(config_of_both())
+    s = Scheduler(state)
+    s.add("a")
+    a = s.requests["a"]
+    s.step({"a": 126})
+    s.step({"a": 1})
+    s.add("b", a.rows, a.blocks[:2], 128)
+    s.step({"a": 1, "b": 200})
+    assert not state.pages.is_open(a.blocks[1]) and state.requests["a"].closed == 2
+    # Where all decode, nothing closes within a step.
+    s.step({"a": 63, "b": 1})
+    s.add("c", a.rows, a.blocks[:3], 192)
+    s.step({"a": 1, "c": 1})
+    assert state.pages.is_open(a.blocks[2])
+    s.step({"a": 1, "b": 1, "c": 1})
+    assert not state.pages.is_open(a.blocks[2])
+    check_slots(state)
+
+
 def scheduled(counts, new=(), running=(), resumed=()):
     """A step as a scheduler tells it: requests as (name, blocks, tokens computed)."""
     return SimpleNamespace(

@@ -166,7 +166,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, scaling: floa
 
 def attend_groups(
     q: Tensor, view: StoreView, basis: ReadBasis, chunk: tuple[Tensor, Tensor], groups: list[Group],
-    splits: int | None = None, itself: Itself = flash_attention,
+    splits: int | None = None, itself: Itself = flash_attention, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attend from the last tokens of each sequence, as many as it happens to have.
 
@@ -182,6 +182,8 @@ def attend_groups(
         From :func:`group_rows`.
     itself : callable
         Does attention of long chunks to themselves in 16 bits.
+    out : Tensor, optional
+        Where values go, contiguous ``[n, Hq, D]`` in q's dtype; made unless given.
 
     Returns
     -------
@@ -190,7 +192,7 @@ def attend_groups(
     """
     (n, n_q, dim), view = q.shape, view.to(q.device)
     q, k, v = (readable(x, 4 * x.itemsize).transpose(0, 1) for x in (q, *chunk))
-    out = torch.empty(n, n_q, dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(n, n_q, dim, dtype=q.dtype, device=q.device) if out is None else out
     lse_packed, lse = (torch.empty(n_q, n, dtype=torch.float32, device=q.device) for _ in range(2))
     for group in groups:
         at, to = group.tokens, Attended(out, lse, lse_packed).of(group.tokens)

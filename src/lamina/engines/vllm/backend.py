@@ -318,7 +318,8 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
         for part in step.parts:
             of = view.rows(part.rows)
             if isinstance(part, Chunks):
-                output[part.tokens] = _attend_chunks(query, key, value, part, of, basis, self.itself)
+                rows = [x[part.tokens] for x in (query, key, value)]
+                _attend_chunks(rows, part, of, basis, self.itself, output[part.tokens])
                 continue
             q, k, v = (_by_row(x, part) for x in (query, key, value))
             output[part.tokens] = attend(q, of, basis, (k, v)).out.flatten(0, 1).to(output.dtype)
@@ -328,21 +329,22 @@ class LaminaImpl(AttentionImpl[LaminaMetadata]):
 
 
 def _attend_chunks(
-    query: Tensor, key: Tensor, value: Tensor, part: Chunks, view: StoreView, basis: ReadBasis, itself: Itself
-) -> Tensor:
-    """Attention of parts of prompts, ``[tokens, Hq, D]``."""
-    q, k, v = (x[part.tokens] for x in (query, key, value))
+    rows: list[Tensor], part: Chunks, view: StoreView, basis: ReadBasis, itself: Itself, to: Tensor
+) -> None:
+    """Attention of parts of prompts; rows of q, k and v, and the output, are ``[tokens, H, D]``."""
+    q, k, v = rows
     if part.groups:
-        out, _, lse = attend_groups(q, view, basis, (k, v), part.groups, itself=itself)
-        if basis.sinks is None:
-            return out
-        found = AttentionOutput(out[None], lse[None], lse[None])
-        return found.with_sinks(basis.sinks).out[0]
-    each = []
-    for b, (q_b, k_b, v_b) in enumerate(zip(*(x.split(part.counts) for x in (q, k, v)))):
-        rows = [x.transpose(0, 1)[None] for x in (q_b, k_b, v_b)]
-        each.append(attend(rows[0], view.only(b), basis, (rows[1], rows[2])).out[0].to(query.dtype))
-    return torch.cat(each)
+        fits = to.is_contiguous() and to.dtype == q.dtype
+        out, _, lse = attend_groups(q, view, basis, (k, v), part.groups, itself=itself, out=to if fits else None)
+        if basis.sinks is not None:
+            found = AttentionOutput(out[None], lse[None], lse[None])
+            out = found.with_sinks(basis.sinks).out[0]
+        if out is not to:
+            to.copy_(out)
+        return
+    for b, own in enumerate(zip(*(x.split(part.counts) for x in (q, k, v, to)))):
+        q_b, k_b, v_b = (x.transpose(0, 1)[None] for x in own[:3])
+        own[3].copy_(attend(q_b, view.only(b), basis, (k_b, v_b)).out[0])
 
 
 def _by_row(x: Tensor, part: Part) -> Tensor:

@@ -208,25 +208,29 @@ class WorkerState:
         planned: list[int] = []
         drafts = getattr(output, "scheduled_spec_decode_tokens", {})
         starting = [(new.num_computed_tokens, new.req_id, new.block_ids[0]) for new in output.scheduled_new_reqs]
+        going = []
         for name, blocks, computed in zip(running.req_ids, running.new_block_ids, running.num_computed_tokens):
-            if name not in self.requests:
+            if name in self.requests:
+                going.append((name, blocks, computed))
+            else:
                 starting.append((computed, name, blocks[0]))
-                continue
+        # What decoding fills may be found at once, by a prompt behind which it would lie too far back to stay open.
+        decoding = len(set(counts.values())) == 1 and max(counts.values()) <= self.model.decode_tokens
+        found = set() if decoding else {b for n, _, blocks in starting for b in blocks[: n // PAGE_TOKENS]}
+        for name, blocks, computed in going:
             if blocks is not None:
                 self.requests[name].blocks += blocks[0]
-            planned += self._advance(name, computed, counts[name], len(drafts.get(name, ())))
+            planned += self._advance(name, computed, counts[name], len(drafts.get(name, ())), found)
         # Those that start may find blocks that others fill in this step, who have fewer tokens stored then.
         for computed, name, blocks in sorted(starting, key=lambda x: x[0]):
             self._remove(name)
             self._add(name, blocks, computed)
-            planned += self._advance(name, computed, counts[name], len(drafts.get(name, ())))
+            planned += self._advance(name, computed, counts[name], len(drafts.get(name, ())), found)
         self._plan(planned)
         self.pages.flush()
         if self.canary is not None:
-            found = set(counts.values())
-            decoding = len(found) == 1 and max(found) <= self.model.decode_tokens
             longest = max((r.length for r in self.requests.values()), default=0)
-            self.canary.begin_step(found.pop() if decoding else None, longest)
+            self.canary.begin_step(next(iter(counts.values())) if decoding else None, longest)
 
     def stats(self, wait: bool = True) -> dict[str, Any]:
         """Figures of this worker: bytes by kind, bits, what was shed, and what the controller decided.
@@ -290,14 +294,14 @@ class WorkerState:
         for name in [x for x, r in self.requests.items() if x not in scheduled and not added.isdisjoint(r.blocks)]:
             self._remove(name)
 
-    def _advance(self, name: str, computed: int, n: int, drafts: int) -> list[int]:
+    def _advance(self, name: str, computed: int, n: int, drafts: int, found: set[int]) -> list[int]:
         """Open pages for the next ``n`` tokens of a request, ``drafts`` of which may be taken back.
 
         Returns
         -------
         list of int
-            Pages that close within the step: those that a part of a prompt fills. What decoding fills closes before
-            the next step, when it is known which tokens stay.
+            Pages that close within the step: those that a part of a prompt fills, or that are ``found`` by others. What
+            else decoding fills closes before the next step, when it is known which tokens stay.
         """
         request, window = self.requests[name], self.window
         if computed < request.closed * PAGE_TOKENS:
@@ -313,7 +317,9 @@ class WorkerState:
         if gone:
             self.pages.let_go(gone)
         known = computed + n - drafts
-        closes = known // PAGE_TOKENS if n > self.model.decode_tokens else request.closed
+        closes = known // PAGE_TOKENS
+        if n <= self.model.decode_tokens and found.isdisjoint(request.blocks[request.closed : closes]):
+            closes = request.closed
         last, recent = -(-(computed + n) // PAGE_TOKENS), window.exact_from(known)
         new = range(request.opened, last)
         if new:
