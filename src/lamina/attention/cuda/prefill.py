@@ -116,7 +116,7 @@ def _halves(device: torch.device, dtype: torch.dtype) -> bool:
 @cache
 def _expands(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether pages can become 16-bit rows for long chunks."""
-    if not _halves(device, dtype) or dim & (dim - 1):
+    if not _halves(device, dtype) or dim & (dim - 1) or (dim > 128 and most_shared(device) < 160 * 1024):
         return False
     if find_spec("triton") is None:
         logger.warning("attention: long chunks read packed planes, at half the speed: install triton")
