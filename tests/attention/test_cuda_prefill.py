@@ -64,9 +64,8 @@ def test_prefill_at_every_position(case: Case, chunk: int, monkeypatch: pytest.M
     assert worst < TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", SERVED, ids=lambda c: c.id)
-def test_expanded_pages(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expanded_pages(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages as 16-bit rows, some at a time and all at once."""
     from lamina.attention.cuda import dense, parts, prefill
 
@@ -75,7 +74,7 @@ def test_expanded_pages(case: Case, dtype: torch.dtype, monkeypatch: pytest.Monk
         pytest.skip("such heads are read as codes")
     monkeypatch.setattr(parts, "LONG", 1)
     monkeypatch.setattr(prefill, "FILLED", 0)
-    case = replace(case, dtype=dtype)
+    case = replace(case, dtype=torch.bfloat16)
     store, basis, q, k, v = build(case)
     mine, worst = basis_on_gpu(replace(basis, rows=None)), 0.0
     for call, at in enumerate(range(0, case.tokens, 100)):
@@ -83,7 +82,7 @@ def test_expanded_pages(case: Case, dtype: torch.dtype, monkeypatch: pytest.Monk
         rows = k[:, :, at:end], v[:, :, at:end]
         store.append(*rows)
         shed_some(store, case.shed)
-        view, q_now = store.view(), q[:, :, at:end].to(dtype)
+        view, q_now = store.view(), q[:, :, at:end].bfloat16()
         expected = oracle.attend(
             q_now.double().numpy(), stored(view), oracle_basis(basis), tuple(x.double().numpy() for x in rows)
         )

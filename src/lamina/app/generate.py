@@ -115,7 +115,8 @@ class GenerationReport:
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tok/s"
         packed = self.bits_history == self.bits_history
         history = f"{self.bits_history:.2f} bits in history" if packed else "no history yet"
-        live = "" if self.firings is None else f"{self.firings} firings, tiers {self.tier_mean:.2f} on average; "
+        tiers = f", tiers {self.tier_mean:.2f} on average" if self.tier_mean == self.tier_mean else ""
+        live = "" if self.firings is None else f"{self.firings} firings{tiers}; "
         return (
             f"{self.tokens} tokens{speed}; {history}, {self.bits_at_context:.2f} bits at this context; {live}"
             f"KV cache {format_bytes(self.kv_bytes)} against {format_bytes(self.kv_bytes_bf16)} in bf16; "

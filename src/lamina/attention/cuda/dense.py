@@ -1,8 +1,10 @@
 """Attention of long chunks over packed pages, in Triton: pages become 16-bit rows once for all queries of a chunk.
 
-Rows of K are float16 relative to a power of two of their page and head, centers included, and rows of V bfloat16, both
-in the packed basis; so many at a time that scratch memory is bounded, whatever the length of a sequence.
+For engines in bfloat16: rows of K are float16 relative to a power of two of their page and head, centers included, rows
+of V bfloat16, both in the packed basis; so many at a time that scratch memory is bounded, whatever a sequence's length.
 """
+
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -18,10 +20,13 @@ ROWS = 64
 """Rows of a program, one a token and query head."""
 MOST_NUMBERS = 1 << 25
 """Numbers of K, all heads and sequences together, that are expanded at a time."""
-VALUES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
-"""What rows of V, and the weights that they are summed with, become, by the engine's dtype."""
-HALF = tl.bfloat16
-"""What bases are multiplied as, in two parts."""
+VALUES, HALF = torch.bfloat16, tl.bfloat16
+"""What rows of V become and the weights that they are summed with, and, in two parts, bases. Others in tests: products
+of bfloat16 are wrong in Triton's interpreter."""
+
+
+LEAST = tl.constexpr(2.0**-40)
+"""What scales of keys and queries are at least: products of two are numbers that a GPU does not take for zero."""
 
 
 @triton.jit
@@ -102,7 +107,7 @@ def _expand(  # type: ignore[no-untyped-def]
             x2 += unit * tl.load(center + 2 * Q).to(tl.float32)[None, :]
             x3 += unit * tl.load(center + 3 * Q).to(tl.float32)[None, :]
         largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
-        most = tl.maximum(tl.max(tl.max(largest, 1), 0), 1e-30)
+        most = tl.maximum(tl.max(tl.max(largest, 1), 0), LEAST)
         power = (most.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         by = 16384.0 / power
         tl.store(k + to, (x0 * by).to(tl.float16))
@@ -121,10 +126,10 @@ def _expand(  # type: ignore[no-untyped-def]
         last = own + tl.load(e + 9).to(tl.int64) * (16 * H * D)
         for p in tl.static_range(4):
             x = _codes(base, fine, high, last, (kinds >> 4) & 15, at, p) * step[:, None] + low[:, None]
-            tl.store(v + to + p * Q, (x * 0.03125).to(v.dtype.element_ty))  # which float16 holds, whatever v is
+            tl.store(v + to + p * Q, x.to(v.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["of_q", "of_q_head", "count"])
+@triton.jit(do_not_specialize=["q", "of_q", "of_q_head", "count"])
 def _turn(  # type: ignore[no-untyped-def]
     q, forward, turned, ups, energies, of_q, of_q_head, count, factor,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr,
@@ -137,16 +142,15 @@ def _turn(  # type: ignore[no-untyped-def]
     token, head = row // G, h * G + row % G
     live, d, some = token < count, tl.arange(0, D), tl.arange(0, STEP)
     x = tl.zeros((ROWS, D), tl.float32)
-    query = q + (b * count + token).to(tl.int64)[:, None] * of_q + head[:, None] * of_q_head + some[None, :]
+    start = (b * count + token).to(tl.int64) * of_q + head.to(tl.int64) * of_q_head
+    query = q + start[:, None] + some[None, :]
     matrix = forward + h * D * D + some[:, None] * D + d[None, :]
     for c in range(0, D, STEP):
         part, turn = tl.load(query + c, mask=live[:, None], other=0.0), tl.load(matrix + c * D) * factor
         high, turn_high = part.to(HALF), turn.to(HALF)
         x = tl.dot(high, turn_high, x)
         x = tl.dot(high, (turn - turn_high.to(tl.float32)).to(HALF), x)
-        if q.dtype.element_ty == tl.float16:
-            x = tl.dot((part.to(tl.float32) - high.to(tl.float32)).to(HALF), turn_high, x)
-    top = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
+    top = tl.maximum(tl.max(tl.abs(x), 1), LEAST)
     up = top / 32768.0
     to = (h * tl.num_programs(2) + b) * count * G + row
     tl.store(turned + to.to(tl.int64)[:, None] * D + d[None, :], (x / up[:, None]).to(tl.float16), mask=live[:, None])
@@ -190,11 +194,11 @@ def _attend(  # type: ignore[no-untyped-def]
     l = tl.where(m == float("-inf"), 0.0, 1.0)
     kept = (head.to(tl.int64) * total + where)[:, None] * D
     o = tl.load(state + kept + d[None, :], mask=more[:, None], other=0.0)
-    page = (b * H + h) * piece
+    at = (b * H + h) * piece
     for j in range(tl.minimum(tl.load(counts + 2 * b) - place, piece)):
-        keys = tl.load(k + (page + j) * 64 * D + t[None, :] * D + d[:, None])
-        unit, start = tl.load(units + page + j), tl.load(starts + page + j)
-        spread = tl.load(noise + (page + j) * 64 + t)
+        keys = tl.load(k + (at + j) * 64 * D + t[None, :] * D + d[:, None])
+        unit, start = tl.load(units + at + j), tl.load(starts + at + j)
+        spread = tl.load(noise + (at + j) * 64 + t)
         s = tl.dot(turned, keys) - (energy / unit)[:, None] * spread[None, :]
         by, hidden = up * unit, tl.where(start >= limit, float("-inf"), 0.0)
         if CAPPED:
@@ -206,7 +210,7 @@ def _attend(  # type: ignore[no-untyped-def]
         p = tl.exp2(s * by[:, None] + (hidden - base)[:, None])
         keep = tl.exp2(m - base)
         l = l * keep + tl.sum(p, 1)
-        values = tl.load(v + (page + j) * 64 * D + t[:, None] * D + d[None, :])
+        values = tl.load(v + (at + j) * 64 * D + t[:, None] * D + d[None, :])
         o = tl.dot(p.to(v.dtype.element_ty), values, o * keep[:, None])
         m = higher
 
@@ -230,17 +234,17 @@ def _attend(  # type: ignore[no-untyped-def]
         w_packed /= mass
         w_exact /= mass
         tl.store(lse + head * of_lse + where, (most + tl.log2(mass)) * 0.69314718056, mask=live)
-        weighed = o * (32.0 * share * w_packed)[:, None]  # rows of V are a 32nd
-        first_half = weighed.to(HALF)
-        second_half = (weighed - first_half.to(tl.float32)).to(HALF)
+        weighed = o * (share * w_packed)[:, None]
+        high = weighed.to(HALF)
+        low = (weighed - high.to(tl.float32)).to(HALF)
         to = out + (where.to(tl.int64) * (H * G) + head)[:, None] * D + some[None, :]
         turned_back = back + h * D * D + some[None, :] * D + d[:, None]
         for c in range(0, D, STEP):
             column = tl.load(turned_back + c * D)
             column_high = column.to(HALF)
-            y = tl.dot(first_half, column_high) + w_packed[:, None] * tl.load(mean + h * D + c + some)[None, :]
-            y = tl.dot(first_half, (column - column_high.to(tl.float32)).to(HALF), y)
-            y = tl.dot(second_half, column_high, y)
+            y = tl.dot(high, column_high) + w_packed[:, None] * tl.load(mean + h * D + c + some)[None, :]
+            y = tl.dot(high, (column - column_high.to(tl.float32)).to(HALF), y)
+            y = tl.dot(low, column_high, y)
             y += w_exact[:, None] * tl.load(exact + kept + c + some[None, :], mask=live[:, None], other=0.0)
             if OWN:
                 y += w_own[:, None] * tl.load(to + c, mask=live[:, None], other=0.0).to(tl.float32)
@@ -256,7 +260,7 @@ def attend_expanded(
     Parameters
     ----------
     q : Tensor
-        ``[B n, Hq, D]`` in 16 bits: n query tokens of each of B sequences.
+        ``[B n, Hq, D]`` in bfloat16: n query tokens of each of B sequences.
     view, basis
         As of :func:`lamina.attention.cuda.prefill.attend_prefill`, on the GPU.
     listed : (Tensor, Tensor)
@@ -278,7 +282,7 @@ def attend_expanded(
     heads, count, device = view.layout.n_heads, total // batch, q.device
     piece = max(1, min(pages, MOST_NUMBERS // (batch * heads * 64 * dim)))
     shape = batch, heads, piece, 64
-    k, v = (torch.empty(*shape, dim, dtype=dtype, device=device) for dtype in (torch.float16, VALUES[q.dtype]))
+    k, v = (torch.empty(*shape, dim, dtype=dtype, device=device) for dtype in (torch.float16, VALUES))
     noise, units = (torch.empty(s, dtype=torch.float32, device=device) for s in (shape, shape[:3]))
     starts = torch.empty(shape[:3], dtype=torch.int32, device=device)
     state = torch.empty_like(exact[0]) if piece < pages else exact[0]
@@ -288,18 +292,19 @@ def attend_expanded(
     warps, stages = (4, 3) if dim <= 128 else (8, 2)
     grid = triton.cdiv(turned.shape[2], ROWS), heads, batch
     shape_of = {"H": heads, "G": n_q // heads, "D": dim, "ROWS": ROWS, "STEP": min(dim, 32), "HALF": HALF}
-    _turn[grid](
-        q, basis.q_forward, turned, ups, energies, *q.stride()[:2], count, basis.scaling * LOG2E, **shape_of,
-        num_warps=4,
-    )  # fmt: skip
-    for place in range(0, pages, piece):
-        _expand[piece, heads, batch](
-            view.records, view.slabs, entries, counts, basis.kappa, k, v, noise, units, starts, width, place,
-            H=heads, D=dim, RECORD_BYTES=view.layout.record_bytes, CENTERED=view.layout.centered, num_warps=8,
+    with torch.cuda.device(device) if q.is_cuda else nullcontext():
+        _turn[grid](
+            q, basis.q_forward, turned, ups, energies, *q.stride()[:2], count, basis.scaling * LOG2E, **shape_of,
+            num_warps=4,
         )  # fmt: skip
-        _attend[grid](
-            turned, ups, energies, basis.v_back, basis.mean_v, k, v, noise, units, starts, counts, view.lengths, state,
-            *exact, own, to.out, to.lse, to.lse_packed, to.lse.stride(0), own.stride(0), total, tokens, first, count,
-            place, piece, pages, view.window.recent, basis.softcap * LOG2E, **shape_of, CAPPED=basis.softcap != 0,
-            OWN=lse_own is not None, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        for place in range(0, pages, piece):
+            _expand[piece, heads, batch](
+                view.records, view.slabs, entries, counts, basis.kappa, k, v, noise, units, starts, width, place,
+                H=heads, D=dim, RECORD_BYTES=view.layout.record_bytes, CENTERED=view.layout.centered, num_warps=8,
+            )  # fmt: skip
+            _attend[grid](
+                turned, ups, energies, basis.v_back, basis.mean_v, k, v, noise, units, starts, counts, view.lengths,
+                state, *exact, own, to.out, to.lse, to.lse_packed, to.lse.stride(0), own.stride(0), total, tokens,
+                first, count, place, piece, pages, view.window.recent, basis.softcap * LOG2E, **shape_of,
+                CAPPED=basis.softcap != 0, OWN=lse_own is not None, num_warps=warps, num_stages=stages,
+            )  # fmt: skip

@@ -61,7 +61,7 @@ def group_rows(
     device : torch.device
         Where the queries are.
     before : list of int, optional
-        Tokens of each row that are stored before these, at most.
+        Tokens of each row that are stored before these, at most; rows with none are not mixed with others.
     """
     most = most_tokens(n_heads, head_dim)
     groups: list[Group] = []

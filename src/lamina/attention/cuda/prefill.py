@@ -1,4 +1,4 @@
-"""Attention of many query tokens on NVIDIA GPUs: launches the kernels of ``prefill.cu``."""
+"""Attention of many query tokens on NVIDIA GPUs: what of it goes to which kernel; launches those of ``prefill.cu``."""
 
 import ctypes
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger("lamina")
 
 Itself = Callable[[Tensor, Tensor, Tensor, Group, float, Tensor], Tensor]
 """Causal attention of a group's chunks to themselves: q, k, v ``[tokens, heads, D]``, the group, the scaling, and where
-values go; returns float32 log-sum-exps ``[Hq, tokens]``, columns contiguous."""
+values go; returns float32 log-sum-exps ``[Hq, tokens]``."""
 
 
 class _Packed(ctypes.Structure):
@@ -115,8 +115,10 @@ def _halves(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def _expands(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether pages can become 16-bit rows for long chunks."""
-    if not _halves(device, dtype) or dim & (dim - 1) or (dim > 128 and most_shared(device) < 160 * 1024):
+    """Whether pages can become 16-bit rows for long chunks; queries of float16 are finer than what reads those."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or dim & (dim - 1):
+        return False
+    if dim > 128 and most_shared(device) < 160 * 1024:
         return False
     if find_spec("triton") is None:
         logger.warning("attention: long chunks read packed planes, at half the speed: install triton")
@@ -221,7 +223,7 @@ class _Call:
         lse_own = None
         if self.group.long and _halves(self.device, self.q.dtype) and not self.basis.softcap:
             q, k, v = (x.transpose(0, 1) for x in (self.q, self.k, self.v))
-            lse_own = itself(q, k, v, self.group, self.basis.scaling, to.out)
+            lse_own = itself(q, k, v, self.group, self.basis.scaling, to.out).contiguous()
             if self.group.fresh:
                 to.lse.copy_(lse_own)
                 to.lse_packed.fill_(float("-inf"))
@@ -244,7 +246,7 @@ class _Call:
     def _attend(self, to: Attended, lse_own: Tensor | None, at: slice, first: int, count: int) -> None:
         """From tokens ``[first, first + count)`` of every row, which are all unless it is one."""
         exact = self._exact(at, first, count, lse_own is None)
-        if self._expands(count):
+        if self._fills(count) and _expands(self.device, self.q.dtype, self.dim):
             return self._expanded(exact, lse_own, to, at, first)
         parts = [exact]
         if self.group.fresh:
@@ -293,9 +295,9 @@ class _Call:
         values = values.view(self.n_kv, -1, self.dim) @ basis.v_back.mT
         return values.add_(basis.mean_v[:, None]).view(self.n_q, total, self.dim), lse
 
-    def _expands(self, count: int) -> bool:
-        filled = self.group.long and math.prod(self._grid(count)) >= FILLED
-        return filled and not self.group.fresh and _expands(self.device, self.q.dtype, self.dim)
+    def _fills(self, count: int) -> bool:
+        """Whether so many tokens of every row are worth making rows of what is stored before them."""
+        return self.group.long and not self.group.fresh and math.prod(self._grid(count)) >= FILLED
 
     def _expanded(
         self, exact: tuple[Tensor, Tensor], lse_own: Tensor | None, to: Attended, at: slice, first: int
