@@ -23,8 +23,6 @@ MOST_NUMBERS = 1 << 25
 VALUES, HALF = torch.bfloat16, tl.bfloat16
 """What rows of V become and the weights that they are summed with, and, in two parts, bases. Others in tests: products
 of bfloat16 are wrong in Triton's interpreter."""
-
-
 LEAST = tl.constexpr(2.0**-40)
 """What scales of keys and queries are at least: products of two are numbers that a GPU does not take for zero."""
 
@@ -37,6 +35,17 @@ def _scale16(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _index(bits):  # type: ignore[no-untyped-def]
     return tl.where(bits == 2, 0, tl.where(bits == 4, 1, 2))
+
+
+@triton.jit
+def _planes_of(record, slabs, e, side, h, H: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a head's planes of K or V lie: base, fine, and the two halves of the finest."""
+    SLAB: tl.constexpr = 16 * H * D
+    slots, own = e + 4 + 3 * side, slabs + h * 16 * D
+    return (
+        record + side * SLAB + h * 16 * D, own + tl.load(slots).to(tl.int64) * SLAB,
+        own + tl.load(slots + 1).to(tl.int64) * SLAB, own + tl.load(slots + 2).to(tl.int64) * SLAB,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -87,12 +96,8 @@ def _expand(  # type: ignore[no-untyped-def]
         at = t[:, None] * Q + column[None, :]
         page = (b * H + h) * tl.num_programs(0) + i
         to = page * 64 * D + t[:, None] * D + column[None, :]
-        own = slabs + h * 16 * D
         step, low, read = _steps(record, 0, h, kinds & 15, (kinds >> 8) & 15, rows, H, D, CENTERED)
-        base = record + h * 16 * D
-        fine = own + tl.load(e + 4).to(tl.int64) * (16 * H * D)
-        high = own + tl.load(e + 5).to(tl.int64) * (16 * H * D)
-        last = own + tl.load(e + 6).to(tl.int64) * (16 * H * D)
+        base, fine, high, last = _planes_of(record, slabs, e, 0, h, H, D)
         x0 = _codes(base, fine, high, last, kinds & 15, at, 0) * step[:, None] + low[:, None]
         x1 = _codes(base, fine, high, last, kinds & 15, at, 1) * step[:, None] + low[:, None]
         x2 = _codes(base, fine, high, last, kinds & 15, at, 2) * step[:, None] + low[:, None]
@@ -120,10 +125,7 @@ def _expand(  # type: ignore[no-untyped-def]
         # Pages without exact rows are in no window.
         tl.store(starts + page, tl.where(slot >= 0, start, -(1 << 30)))
         step, low, read = _steps(record, 1, h, (kinds >> 4) & 15, (kinds >> 12) & 15, rows, H, D, CENTERED)
-        base = record + (16 * H * D + h * 16 * D)
-        fine = own + tl.load(e + 7).to(tl.int64) * (16 * H * D)
-        high = own + tl.load(e + 8).to(tl.int64) * (16 * H * D)
-        last = own + tl.load(e + 9).to(tl.int64) * (16 * H * D)
+        base, fine, high, last = _planes_of(record, slabs, e, 1, h, H, D)
         for p in tl.static_range(4):
             x = _codes(base, fine, high, last, (kinds >> 4) & 15, at, p) * step[:, None] + low[:, None]
             tl.store(v + to + p * Q, x.to(v.dtype.element_ty))

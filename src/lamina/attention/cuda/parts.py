@@ -9,7 +9,7 @@ from torch import Tensor
 from lamina.attention.cuda.tables import to_device
 
 TILE = 64
-"""Least number of tokens that are taken at once."""
+"""Rows of a block, one a token and query head; as many tokens are taken at once at least."""
 MOST_NUMBERS = 1 << 25
 """Numbers of queries, all heads together, up to which tokens are taken at once: bounds scratch memory."""
 LONG = 256

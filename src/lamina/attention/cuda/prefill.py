@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lamina.attention.cuda.gpu import KINDS, LOG2E, most_shared, objection, processors, readable
 from lamina.attention.cuda.nvrtc import Module
-from lamina.attention.cuda.parts import LONG, TILE, Attended, Group, group_rows, merge, most_tokens
+from lamina.attention.cuda.parts import TILE, Attended, Group, group_rows, merge, most_tokens
 from lamina.attention.types import AttentionOutput, ReadBasis
 from lamina.pages.view import StoreView
 
@@ -25,7 +25,7 @@ PAGES_A_SPLIT = 8
 """Least number of pages that are worth a share of their own."""
 FILLED = 48
 """Blocks of ``TILE`` rows, one a token and query head, from which on pages become 16-bit rows for them."""
-EXPANDED = max(LONG, FILLED * TILE)
+EXPANDED = FILLED * TILE
 """Tokens for which pages become 16-bit rows whatever the heads."""
 
 logger = logging.getLogger("lamina")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina.attention.cuda.decode import MOST_QUERIES, NewRows, attend_cuda
-from lamina.attention.cuda.parts import LONG, group_rows
+from lamina.attention.cuda.parts import group_rows
 from lamina.attention.cuda.prefill import EXPANDED, Itself, attend_groups
 from lamina.attention.types import ReadBasis
 from lamina.basis.encoder import PageEncoder
@@ -171,10 +171,7 @@ class WorkerState:
             attend_cuda(of[0], view, basis, new=NewRows(of[1], of[2], self.closer.damaged, 0))
         if self.canary is not None:
             attend_cuda(of[0][:, :, :1], view, replace(basis, rows=gaussian_rows(self.codec, d)))
-        for n_tokens in (LONG - 1, EXPANDED):
-            rows = [x[:n_tokens] for x in (q, k, v)]
-            groups = group_rows([n_tokens], n_q, d, pages.device)
-            attend_groups(rows[0], view, basis, (rows[1], rows[2]), groups, itself=itself)
+        attend_groups(q, view, basis, (k, v), group_rows([EXPANDED], n_q, d, pages.device), itself=itself)
         self.closer.write(0, k[:1], v[:1], torch.full((1,), -1, device=pages.device), view)
         pages.touch(0)
         pages.flush()
